@@ -1,0 +1,1 @@
+"""The hosts and the links between them: described, emulated, probed."""

@@ -1,0 +1,1 @@
+"""Starting one command on every host or rank, and ending them all."""

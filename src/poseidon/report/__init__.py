@@ -1,0 +1,1 @@
+"""What was measured, arranged for people and for files."""

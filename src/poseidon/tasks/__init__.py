@@ -1,0 +1,1 @@
+"""What the command line can train out of the box."""
