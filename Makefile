@@ -1,0 +1,50 @@
+# The commands for people and for CI. Each makes .venv first when it is missing or older than what it is made from.
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs clean
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(READY) ## four emulated hosts at 1 Gbit/s: race against DDP, then train Fashion-MNIST
+	@echo 'Racing Poseidon against DDP over four emulated hosts, then training three epochs into runs/demo.'
+	@$(BIN)/poseidon bench fashion-mnist --hosts 4 --link 1Gbit/s --against ddp
+	@$(BIN)/poseidon train fashion-mnist --hosts 4 --link 1Gbit/s --epochs 3 --out runs/demo
+
+test: $(READY) ## every test that this machine can run
+	@echo 'Testing: plain tests first, then ranks on loopback, then hosts in network namespaces.'
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(READY) ## format, lint, types, imports between rooms
+	@echo 'Checking format, lint, types and imports.'
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports > .venv/lint-imports.log 2>&1 || { cat .venv/lint-imports.log; exit 1; }
+	@echo 'All checks passed.'
+
+bench: $(READY) ## the benchmarks, with their tables
+	@echo 'Benchmarking: Poseidon against DDP over four emulated hosts at 1 Gbit/s.'
+	@$(BIN)/poseidon bench fashion-mnist --hosts 4 --link 1Gbit/s --against ddp
+
+docs: $(READY) ## the documentation, into site/
+	@echo 'Building the documentation into site/.'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean: ## remove what the other commands made, .venv included
+	@echo 'Removing .venv, caches, site/ and dist/; runs/ stays.'
+	@rm -rf .venv site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo 'Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11'; exit 1; }
+	@echo 'Making .venv with the versions of constraints.txt (a minute or two).'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]'
+	@touch $@
