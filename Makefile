@@ -46,5 +46,5 @@ $(READY): pyproject.toml constraints.txt
 	  || { echo 'Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11'; exit 1; }
 	@echo 'Making .venv with the versions of constraints.txt (a minute or two).'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]'
 	@touch $@

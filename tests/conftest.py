@@ -55,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(NetnsRan())
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Plain tests first, then ranks on loopback, then hosts with links: what fails early costs least."""
+    items.sort(key=lambda item: ("netns" in item.keywords, "multiprocess" in item.keywords))
+
+
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Fails a test that leaves a thread, a child process, a process group or a variable behind."""
