@@ -61,7 +61,7 @@ def run_pytest(folder: Path, text: str, *options: str) -> tuple[int, str]:
 def test_what_is_left_behind_is_named(tmp_path: Path) -> None:
     _, output = run_pytest(tmp_path, LEAKY)
     assert "7 passed, 4 errors" in output
-    assert re.findall(r"left behind: ([^\d\n]+)(?: \d+ \(sleep 60\))?$", output, flags=re.MULTILINE) == [
+    assert re.findall(r"^the test left behind: ([^\d\n]+)(?: \d+ \(sleep 60\))?$", output, flags=re.MULTILINE) == [
         "thread 'plain'",
         "thread 'poseidon-comm'",
         "child process",
