@@ -1,1 +1,1 @@
-"""The hosts and the links between them: described, emulated, probed."""
+"""The hosts and the links between them: described and emulated."""

@@ -1,0 +1,276 @@
+"""Several hosts on this machine: network namespaces joined by a bridge, each link shaped in both directions.
+
+Comes in: a `ClusterSpec`. Goes out: an `EmulatedCluster`, in whose hosts commands and functions run, and whose links
+can be measured, slowed down, cut and restored meanwhile. Nothing appears in the namespace that this process runs in:
+the bridge has one of its own.
+"""
+
+import logging
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from ipaddress import IPv4Network
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from pyroute2 import IPRoute, NetlinkError
+
+from poseidon.cluster.children import Keeper, spawn
+from poseidon.cluster.link_meter import LinkRates, measure_rate
+from poseidon.cluster.namespaces import NetworkNamespace, enter_user_namespace, why_no_namespaces
+from poseidon.cluster.spec import ClusterSpec, LinkChange
+from poseidon.errors import ClusterError
+from poseidon.units import KIB, MIB, format_bandwidth
+
+__all__ = ["INTERFACE", "EmulatedCluster", "enter_user_namespace", "why_unavailable"]
+
+logger = logging.getLogger(__name__)
+
+INTERFACE = "eth0"
+"""The interface of every host."""
+
+_NETWORK = IPv4Network("10.77.0.0/16")
+_SWITCH_ADDRESS = str(_NETWORK[-2])
+_LOOPBACK_INDEX = 1
+_MTU = 9000
+"""Jumbo frames: TCP payload is 99.3 % of what `tbf` counts, against 95.6 % with 1500 bytes."""
+_LARGEST_PACKET = 32 * KIB
+"""Segmentation happens at most this far below TCP. It must stay below the smallest burst: `tbf` never lets a packet go
+that is larger than its burst, so lowering a rate would block the queue for good."""
+_BURST_S = 1e-3
+_SMALLEST_BURST = 36 * KIB
+_QUEUE_S = 20e-3
+_SMALLEST_QUEUE = MIB
+"""Holds the first windows of several senders to one host at low rates, so that they are not dropped."""
+_FASTEST = float(2**32 - 1)
+"""Bytes per second that fit into the field of `tbf`."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def why_unavailable() -> str | None:
+    """Why this process cannot emulate hosts, in one line; None where it can.
+
+    An ordinary user's process cannot at first, but may be able to after `enter_user_namespace`.
+    """
+    reason = why_no_namespaces()
+    if reason is not None:
+        return f"cannot make network namespaces: {reason}"
+    try:
+        with EmulatedCluster(ClusterSpec.uniform(num_hosts=1, bandwidth="1Gbit/s")):
+            return None
+    except ClusterError as error:
+        return str(error)
+
+
+class EmulatedCluster:
+    """Hosts of a `ClusterSpec` in network namespaces; a context manager, ready when entered.
+
+    ```python
+    with EmulatedCluster(ClusterSpec.uniform(num_hosts=4, bandwidth="1Gbit/s")) as cluster:
+        process = cluster.start(["python", "train.py"], host="host0")
+        cluster.cut("host2")
+    ```
+
+    Methods may be called from any thread. Latency in the specification is not emulated.
+
+    Raises:
+        ClusterError: The system does not allow namespaces, or its kernel lacks bridge, veth or tbf.
+    """
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._links = {host.name: host.link for host in spec.hosts}
+        self._addresses = {host.name: str(_NETWORK[i + 1]) for i, host in enumerate(spec.hosts)}
+        self._spec = spec
+        self._hosts: dict[str, NetworkNamespace] = {}
+        self._open = ExitStack()
+        for link in self._links.values():
+            _check_rate(link.up)
+            _check_rate(link.down)
+        if any(link.latency for link in self._links.values()):
+            logger.warning("the latency in the cluster's description is not emulated: only rates are")
+
+    @property
+    def spec(self) -> ClusterSpec:
+        """The hosts and their present links."""
+        spec = self._spec
+        for name, link in self._links.items():
+            spec = spec.with_link(name, link)
+        return spec
+
+    def address(self, host: str) -> str:
+        """IPv4 address of a host, reachable from the others only."""
+        return self._addresses[self._spec.host(host).name]
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        host: str,
+        env: Mapping[str, str] | None = None,
+        output: int = subprocess.PIPE,
+    ) -> subprocess.Popen[bytes]:
+        """Starts a command on a host. It is killed, with all its descendants, when the cluster closes.
+
+        Args:
+            command: Program and arguments.
+            host: Name of the host.
+            env: The whole environment; None for this process's own.
+            output: Where standard output and error go together, as for `subprocess.Popen`.
+        """
+        return self._at(host).call(spawn, command, env=env, output=output)
+
+    def run(self, host: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a function in a thread whose sockets are the host's, and returns what it returns."""
+        return self._at(host).run(function, *args, **kwargs)
+
+    def set_bandwidth(self, host: str, bandwidth: float, down: float | None = None) -> None:
+        """Changes the rate of a link from now on; what is queued stays queued.
+
+        Args:
+            host: Name of the host.
+            bandwidth: Bytes per second from the host, and to it too unless `down` says otherwise.
+            down: Bytes per second to the host.
+        """
+        link = self._links[self._spec.host(host).name].model_copy(
+            update={"up": _check_rate(bandwidth), "down": _check_rate(down or bandwidth)}
+        )
+        self._at(host).call(_shape, INTERFACE, link.up, "change")
+        self._switch.call(_shape, self._port(host), link.down, "change")
+        self._links[host] = link
+
+    def cut(self, host: str) -> None:
+        """Pulls the host's cable: no packet crosses, connections stay open and silent."""
+        self._switch.call(_set_link, self._port(host), "down")
+
+    def restore(self, host: str) -> None:
+        """Plugs the cable in again, at the rate from before."""
+        self._switch.call(_set_link, self._port(host), "up")
+
+    def apply(self, change: LinkChange) -> None:
+        """Does what a `LinkChange` says, now."""
+        logger.info(
+            "link of %s: %s", change.host, format_bandwidth(change.bandwidth) if change.bandwidth else change.action
+        )
+        if change.bandwidth is not None:
+            self.set_bandwidth(change.host, change.bandwidth)
+        else:
+            {"cut": self.cut, "restore": self.restore}[change.action](change.host)
+
+    def measure(self, host: str, *, seconds: float = 0.8) -> LinkRates:
+        """Measures the payload rate of one host's link, first up, then down, against the unshaped switch.
+
+        Args:
+            host: Name of the host.
+            seconds: How long to count in each direction.
+
+        Raises:
+            ClusterError: No byte arrives.
+        """
+        inside, link = self._at(host).run, self._links[host]
+        return LinkRates(
+            host=host,
+            set_up=link.up,
+            up=measure_rate(inside, self._switch.run, _SWITCH_ADDRESS, seconds),
+            set_down=link.down,
+            down=measure_rate(self._switch.run, inside, self.address(host), seconds),
+        )
+
+    def __enter__(self) -> Self:
+        """Makes the hosts and their links."""
+        with ExitStack() as opened:
+            keeper_last = opened.enter_context(ExitStack())  # namespaces close after the keeper has emptied them
+            self._switch = _opened(NetworkNamespace("switch"), keeper_last)
+            keeper = opened.enter_context(Keeper())
+            _configure("make the switch", self._switch.call, _make_switch)
+            for host in self._spec.hosts:
+                namespace = self._hosts[host.name] = _opened(NetworkNamespace(host.name), keeper_last)
+                keeper.keep("net", namespace.inode)
+                what, port = f"make {host.name}", self._port(host.name)
+                _configure(what, self._switch.call, _plug_in, port, namespace.fd, host.link.down)
+                _configure(what, namespace.call, _set_up_host, self.address(host.name), host.link.up)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kills what runs in the hosts and lets them go."""
+        self._open.close()
+        self._hosts.clear()
+
+    def _at(self, host: str) -> NetworkNamespace:
+        if not self._hosts:
+            raise ClusterError("the cluster is not open: use it in a with block")
+        return self._hosts[self._spec.host(host).name]
+
+    def _port(self, host: str) -> str:
+        return f"port{list(self._addresses).index(self._spec.host(host).name)}"
+
+
+def _opened(namespace: NetworkNamespace, stack: ExitStack) -> NetworkNamespace:
+    stack.callback(namespace.close)
+    return namespace
+
+
+def _configure(what: str, call: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        call(*arguments)
+    except (NetlinkError, OSError) as error:
+        raise ClusterError(
+            f"cannot {what}: {error}; the kernel needs bridge, veth and sch_tbf, the process NET_ADMIN"
+        ) from error
+
+
+def _check_rate(rate: float) -> float:
+    if not 1 <= rate <= _FASTEST:
+        raise ClusterError(
+            f"cannot emulate a link of {format_bandwidth(rate)}: the kernel shapes up to {format_bandwidth(_FASTEST)}"
+        )
+    return rate
+
+
+# What follows runs in the thread of a namespace, where a new netlink socket speaks for that namespace.
+
+
+def _make_switch() -> None:
+    with IPRoute() as ip:
+        ip.link("set", index=_LOOPBACK_INDEX, state="up")
+        ip.link("add", ifname="switch", kind="bridge")
+        (bridge,) = ip.link_lookup(ifname="switch")
+        ip.link("set", index=bridge, mtu=_MTU, gso_max_size=_LARGEST_PACKET, state="up")
+        ip.addr("add", index=bridge, address=_SWITCH_ADDRESS, prefixlen=_NETWORK.prefixlen)
+
+
+def _plug_in(port: str, host_fd: int, rate: float) -> None:
+    with IPRoute() as ip:
+        ip.link(
+            "add", ifname=port, kind="veth", mtu=_MTU, peer={"ifname": INTERFACE, "net_ns_fd": host_fd, "mtu": _MTU}
+        )
+        (index,), (bridge,) = ip.link_lookup(ifname=port), ip.link_lookup(ifname="switch")
+        ip.link("set", index=index, master=bridge, gso_max_size=_LARGEST_PACKET, state="up")
+    _shape(port, rate, "add")
+
+
+def _set_up_host(address: str, rate: float) -> None:
+    with IPRoute() as ip:
+        ip.link("set", index=_LOOPBACK_INDEX, state="up")
+        (index,) = ip.link_lookup(ifname=INTERFACE)
+        ip.addr("add", index=index, address=address, prefixlen=_NETWORK.prefixlen)
+        ip.link("set", index=index, gso_max_size=_LARGEST_PACKET, state="up")
+    _shape(INTERFACE, rate, "add")
+
+
+def _shape(interface: str, rate: float, command: str) -> None:
+    burst = max(round(rate * _BURST_S), _SMALLEST_BURST)
+    limit = burst + max(round(rate * _QUEUE_S), _SMALLEST_QUEUE)
+    with IPRoute() as ip:
+        (index,) = ip.link_lookup(ifname=interface)
+        ip.tc(command, "tbf", index, handle="1:", rate=round(rate), burst=burst, limit=limit)
+
+
+def _set_link(interface: str, state: str) -> None:
+    with IPRoute() as ip:
+        (index,) = ip.link_lookup(ifname=interface)
+        ip.link("set", index=index, state=state)

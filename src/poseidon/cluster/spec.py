@@ -1,0 +1,181 @@
+"""The hosts of a cluster and their links, as a person writes them down; data only.
+
+Comes in: a TOML file, or the options `--hosts`, `--link` and `--at`. Goes out: a `ClusterSpec`, and the `LinkChange`s
+that a link goes through while a command runs.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from poseidon.artifact import Artifact, Value
+from poseidon.errors import ClusterError, ConfigError
+from poseidon.units import Bandwidth, FlopsPerSecond, Seconds, format_bandwidth, parse_bandwidth, parse_seconds
+
+_MOST_HOSTS = 250
+"""As many as one emulated switch has addresses for."""
+
+
+class Device(Value):
+    """What computes on a host."""
+
+    flops_per_s: FlopsPerSecond = Field(gt=0)
+    """FLOPs per second that one rank's device reaches on large matrix products."""
+
+
+class Link(Value):
+    """The cable between a host and the switch. A plain `"1Gbit/s"` stands for that rate in both directions."""
+
+    up: Bandwidth
+    """Bytes per second from the host to the switch."""
+    down: Bandwidth
+    """Bytes per second from the switch to the host."""
+    latency: Seconds = Field(default=0.0, ge=0)
+    """Seconds that a message of no length takes from host to host over this link; described, not emulated."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _both_directions(cls, value: Any) -> Any:
+        return {"up": value, "down": value} if isinstance(value, str | int | float) else value
+
+    @classmethod
+    def symmetric(cls, bandwidth: float | str) -> Self:
+        """The same bytes per second in both directions."""
+        return cls.model_validate(bandwidth)
+
+    def __str__(self) -> str:
+        """The rate as people write it, both where they differ."""
+        up, down = format_bandwidth(self.up), format_bandwidth(self.down)
+        return up if up == down else f"{up} up, {down} down"
+
+
+class Host(Value):
+    """One machine of the cluster."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=63)
+    """What output lines, errors and options call it."""
+    link: Link
+    """Its only way to the other hosts."""
+    num_ranks: int = Field(default=1, ge=1)
+    """Processes that train on it; they share its link."""
+    device: Device | None = None
+    """What each of its ranks computes on; None where nobody said."""
+
+
+class ClusterSpec(Artifact):
+    """Hosts around one switch. Ranks are counted host by host, in the order given here."""
+
+    version: int = 1
+    hosts: tuple[Host, ...] = Field(min_length=1, max_length=_MOST_HOSTS)
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = [host.name for host in self.hosts]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two hosts are named {twice[0]!r}: give each host its own name")
+        return self
+
+    @classmethod
+    def uniform(cls, *, num_hosts: int, bandwidth: float | str, num_ranks: int = 1) -> Self:
+        """`host0`, `host1`, … with equal links.
+
+        Args:
+            num_hosts: How many.
+            bandwidth: Bytes per second, or text such as `1Gbit/s`, in each direction of each link.
+            num_ranks: Ranks on each host.
+        """
+        link = Link.symmetric(bandwidth)
+        return cls(hosts=tuple(Host(name=f"host{i}", link=link, num_ranks=num_ranks) for i in range(num_hosts)))
+
+    @property
+    def num_ranks(self) -> int:
+        """The world size."""
+        return sum(host.num_ranks for host in self.hosts)
+
+    def host(self, name: str) -> Host:
+        """The host of that name.
+
+        Raises:
+            ClusterError: No host is named so.
+        """
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise ClusterError(f"no host is named {name!r}: this cluster has {', '.join(h.name for h in self.hosts)}")
+
+    def with_link(self, name: str, link: Link) -> Self:
+        """The same cluster with another link at one host.
+
+        Raises:
+            ClusterError: No host is named so.
+        """
+        changed = self.host(name).model_copy(update={"link": link})
+        return self.model_copy(update={"hosts": tuple(changed if h.name == name else h for h in self.hosts)})
+
+
+class LinkChange(Value):
+    """What happens to one link at one moment of a run."""
+
+    after: Seconds = Field(ge=0)
+    """Seconds since the command was started."""
+    host: str
+    action: Literal["set", "cut", "restore"]
+    """A new rate, no packet in either direction from now on, or the rate from before the cut."""
+    bandwidth: Bandwidth | None = None
+    """Bytes per second in both directions, for `set`."""
+
+    @model_validator(mode="after")
+    def _only_set_has_a_rate(self) -> Self:
+        if (self.action == "set") != (self.bandwidth is not None):
+            raise ValueError("a bandwidth belongs to 'set', and to 'set' only")
+        return self
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads `5s:host2=10Mbit/s`, `9s:host2=cut` or `12s:host2=restore`.
+
+        Raises:
+            ConfigError: The text does not have this form.
+        """
+        when, colon, change = text.partition(":")
+        host, equals, what = change.partition("=")
+        if not (colon and equals and host):
+            raise ConfigError(f"cannot read {text!r} as a change of a link: write it like '5s:host2=10Mbit/s'")
+        after = parse_seconds(when)
+        if what in ("cut", "restore"):
+            return cls(after=after, host=host, action="cut" if what == "cut" else "restore")
+        return cls(after=after, host=host, action="set", bandwidth=parse_bandwidth(what))
+
+
+def parse_links(texts: Iterable[str], *, num_hosts: int, num_ranks: int = 1, default: str = "1Gbit/s") -> ClusterSpec:
+    """A cluster from options: `1Gbit/s` sets every link, `host3=100Mbit/s` one of them, whatever the order.
+
+    Args:
+        texts: The options as given.
+        num_hosts: Hosts, named `host0` and so on.
+        num_ranks: Ranks on each host.
+        default: Rate of the links that no option speaks of.
+
+    Raises:
+        ConfigError: A rate cannot be read, is given twice, or there are no hosts.
+        ClusterError: An option names a host that is not there.
+    """
+    if not 1 <= num_hosts <= _MOST_HOSTS or num_ranks < 1:
+        raise ConfigError(
+            f"cannot make {num_hosts} hosts with {num_ranks} ranks each: 1 to {_MOST_HOSTS} hosts, 1 rank or more"
+        )
+    links: dict[str, Link] = {}
+    for text in texts:
+        host, _, rate = text.rpartition("=")
+        if host in links:
+            raise ConfigError(
+                f"cannot use {text!r}: the link of {host or 'every host'} is already set to {links[host]}"
+            )
+        links[host] = Link.symmetric(parse_bandwidth(rate))
+    everyone = links.pop("", None) or Link.symmetric(default)
+    spec = ClusterSpec.uniform(num_hosts=num_hosts, bandwidth=everyone.up, num_ranks=num_ranks)
+    for host, link in links.items():
+        spec = spec.with_link(host, link)
+    return spec
