@@ -4,25 +4,22 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from poseidon.errors import ConfigError
-from poseidon.tasks.fashion_mnist import fashion_mnist
-from poseidon.tasks.recsys import recsys
-from poseidon.tasks.synthetic import alexnet, fc_heavy, resnet20, resnet50, vgg19, vgg19_22k
+from poseidon.tasks import fashion_mnist, recsys, synthetic, text
 from poseidon.tasks.task import CLASSIFICATION, Batch, Objective, Samples, Task, TaskData
-from poseidon.tasks.text import gpt_mini
 from poseidon.tasks.user_file import check_options, load_user_task
 
 __all__ = ["CLASSIFICATION", "TASKS", "Batch", "Objective", "Samples", "Task", "TaskData", "load_task"]
 
 TASKS: dict[str, Callable[..., Task]] = {
-    "fashion-mnist": fashion_mnist,
-    "alexnet": alexnet,
-    "vgg19": vgg19,
-    "vgg19-22k": vgg19_22k,
-    "resnet20": resnet20,
-    "resnet50": resnet50,
-    "fc-heavy": fc_heavy,
-    "gpt-mini": gpt_mini,
-    "recsys": recsys,
+    "fashion-mnist": fashion_mnist.fashion_mnist,
+    "alexnet": synthetic.alexnet,
+    "vgg19": synthetic.vgg19,
+    "vgg19-22k": synthetic.vgg19_22k,
+    "resnet20": synthetic.resnet20,
+    "resnet50": synthetic.resnet50,
+    "fc-heavy": synthetic.fc_heavy,
+    "gpt-mini": text.gpt_mini,
+    "recsys": recsys.recsys,
 }
 
 

@@ -6,6 +6,7 @@ import zlib
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +43,7 @@ def read_idx(path: Path, *, sha256: str | None = None) -> Tensor:
             f"cannot use {path}: its header says {dimensions}, so {start + prod(dimensions)} bytes, and it has "
             f"{len(content)}; install or copy it again"
         )
-    return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(dimensions)
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=start).copy()).view(dimensions)
 
 
 def _content(path: Path) -> bytes:

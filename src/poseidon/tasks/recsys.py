@@ -96,12 +96,18 @@ def _clicks(sizes: TableSizes, *, num_samples: int, seed: int) -> TensorDataset:
         (sizes.contexts, (num_samples,)),
         (sizes.history, (num_samples, _HISTORY)),
     ):
-        liking_by_id = torch.randn(num_rows, generator=rule)
         ids = (num_rows * torch.rand(shape, generator=own, dtype=torch.float64) ** _POPULARITY).long()
         columns.append(ids)
-        likings += liking_by_id[ids].view(num_samples, -1).mean(dim=1)
+        likings += _liking_by_id(num_rows, rule)[ids].view(num_samples, -1).mean(dim=1)
     *single, history = columns
     return TensorDataset(torch.stack(single, dim=1), history, (likings > 0).float())
+
+
+def _liking_by_id(num_rows: int, generator: torch.Generator) -> Tensor:
+    """A fixed number per id, zero in the mean over look-ups, so that about half of all samples are clicks."""
+    likings = torch.randn(num_rows, generator=generator)
+    below = (torch.arange(num_rows + 1, dtype=torch.float64) / num_rows) ** (1 / _POPULARITY)
+    return likings - (below.diff() @ likings.double()).float()
 
 
 def _click_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -115,7 +121,7 @@ def _count_clicks(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {
         "correct": ((logits > 0) == (labels > 0)).sum(),
         "loss_sum": F.binary_cross_entropy_with_logits(logits, labels, reduction="sum"),
-        "samples": torch.tensor(len(labels), device=labels.device),
+        "samples": torch.full((), len(labels), device=labels.device),
     }
 
 

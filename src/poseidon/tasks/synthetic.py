@@ -6,12 +6,14 @@ still shows, the labels follow a planted linear rule: the loss falls, and a held
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from poseidon.tasks.models import VGG19, AlexNet, ResNet20, ResNet50, fully_connected
 from poseidon.tasks.task import CLASSIFICATION, Task, TaskData
+from poseidon.units import BYTES_PER_FLOAT32, MIB
 
 NUM_CLASSES_22K = 21841
 _NUM_PLANTED_CLASSES = 10
@@ -25,26 +27,27 @@ class PlantedSamples:
     """Samples whose label is a linear function of them, the largest of up to ten.
 
     A sample is a random mixture of sixteen fixed patterns with noise on top, and its label the largest of random
-    weightings of that mixture. A bank of them is made once and then only looked up: sample `i` is number
-    `i % bank_size` of the bank, so that the loader costs next to nothing.
+    weightings of that mixture. A bank of them is made once and then only looked up, so that the loader costs next to
+    nothing; where the bank has fewer than `num_samples`, it is gone through again.
 
     Args:
         shape: Of one sample, `(features,)` or `(channels, side, side)`.
         num_classes: Labels are below this, and below ten.
         num_samples: Length of the data set.
-        bank_size: Different samples.
         seed: Of the mixtures and the noise; the patterns and the rule are the same for every seed.
+        bank_bytes: Bytes that the bank may take.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], *, num_classes: int, num_samples: int, bank_size: int = 128, seed: int
+        self, shape: tuple[int, ...], *, num_classes: int, num_samples: int, seed: int, bank_bytes: int = 64 * MIB
     ) -> None:
         self._num_samples = num_samples
         rule = torch.Generator().manual_seed(_RULE_SEED)
         patterns = _patterns(shape, rule)
         weights = torch.randn(min(num_classes, _NUM_PLANTED_CLASSES), len(patterns), generator=rule)
         own = torch.Generator().manual_seed(seed)
-        mixtures = torch.randn(min(bank_size, num_samples), len(patterns), generator=own)
+        bank_size = max(1, min(num_samples, bank_bytes // (BYTES_PER_FLOAT32 * prod(shape))))
+        mixtures = torch.randn(bank_size, len(patterns), generator=own)
         self._labels = (mixtures @ weights.T).argmax(dim=1)
         clean = (mixtures @ patterns.flatten(1)) / len(patterns) ** 0.5
         self._inputs = clean.add_(torch.randn(clean.shape, generator=own), alpha=0.1).view(-1, *shape)

@@ -147,7 +147,7 @@ def _count_correct(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {
         "correct": (logits.argmax(dim=1) == labels).sum(),
         "loss_sum": F.cross_entropy(logits, labels, reduction="sum"),
-        "samples": torch.tensor(len(labels), device=labels.device),
+        "samples": torch.full((), len(labels), device=labels.device),
     }
 
 

@@ -17,7 +17,7 @@ from poseidon.tasks.task import Batch, Objective, Task, TaskData
 
 _VOCABULARY_SIZE = 128
 _NUM_CHARACTERS = 3_000_000
-_TRAIN_SHARE = 0.95
+_TRAIN_SHARE = 0.98
 _NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -59,7 +59,7 @@ def gpt_mini(
         width: Features per position, a multiple of `num_heads`.
         num_layers: Transformer blocks.
         num_heads: Attention heads per block.
-        num_characters: Length of the text, its last twentieth for testing.
+        num_characters: Length of the text, its last fiftieth for testing.
     """
     return Task(
         name="gpt-mini",
@@ -103,10 +103,12 @@ def _read_library(folder: Path, num_characters: int) -> Tensor:
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    relative = (path.relative_to(folder) for path in folder.rglob("*.py"))
-    for path in sorted(relative, key=lambda path: path.as_posix()):
-        if _NOT_TEXT.isdisjoint(path.parts):
-            yield folder / path
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name not in _NOT_TEXT:
+            if path.is_dir():
+                yield from _sources(path)
+            elif path.suffix == ".py":
+                yield path
 
 
 def _next_character_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -122,7 +124,7 @@ def _count_next_characters(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {
         "correct": (logits.argmax(dim=-1) == targets).float().mean(dim=1).sum(),
         "loss_sum": losses.mean(dim=1).sum(),
-        "samples": torch.tensor(len(targets), device=targets.device),
+        "samples": torch.full((), len(targets), device=targets.device),
     }
 
 
