@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 T = TypeVar("T")
 GRACE_SECONDS = 2.0
 """How long threads and child processes that are ending anyway may take."""
-NOT_OURS = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
-"""Environment variables that pytest itself or the terminal changes."""
+NOT_OURS = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR"}
+"""Environment variables that pytest, the terminal or torch itself changes."""
 
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", max_examples=2000, deadline=None)
