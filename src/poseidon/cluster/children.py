@@ -26,6 +26,7 @@ def spawn(
     command: Sequence[str],
     *,
     env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
     output: int | IO[bytes] = subprocess.PIPE,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
@@ -34,6 +35,7 @@ def spawn(
     Args:
         command: Program and arguments, looked up in PATH.
         env: The whole environment; None for this process's own.
+        cwd: The folder to run in; None for the calling thread's.
         output: Where standard output and error go, one after the other as written.
         pass_fds: Descriptors that it inherits under the same numbers, beside the three standard ones.
     """
@@ -41,6 +43,7 @@ def spawn(
     return subprocess.Popen(
         tied,
         env=env,
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

@@ -6,10 +6,12 @@ the bridge has one of its own.
 """
 
 import logging
+import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from ipaddress import IPv4Network
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -17,7 +19,7 @@ from pyroute2 import IPRoute, NetlinkError
 
 from poseidon.cluster.children import Keeper, spawn
 from poseidon.cluster.link_meter import LinkRates, measure_rate
-from poseidon.cluster.namespaces import NetworkNamespace, enter_user_namespace, why_no_namespaces
+from poseidon.cluster.namespaces import NetworkNamespace, enter_user_namespace, replace_file, why_no_namespaces
 from poseidon.cluster.spec import ClusterSpec, LinkChange
 from poseidon.errors import ClusterError
 from poseidon.units import KIB, MIB, format_bandwidth
@@ -32,6 +34,7 @@ INTERFACE = "eth0"
 _NETWORK = IPv4Network("10.77.0.0/16")
 _SWITCH_ADDRESS = str(_NETWORK[-2])
 _LOOPBACK_INDEX = 1
+_HOSTS_FILE = Path("/etc/hosts")
 _MTU = 9000
 """Jumbo frames: TCP payload is 99.3 % of what `tbf` counts, against 95.6 % with 1500 bytes."""
 _LARGEST_PACKET = 32 * KIB
@@ -44,6 +47,7 @@ _SMALLEST_QUEUE = MIB
 """Holds the first windows of several senders to one host at low rates, so that they are not dropped."""
 _FASTEST = float(2**32 - 1)
 """Bytes per second that fit into the field of `tbf`."""
+_NOT_OPEN = "the emulated hosts are not there yet, or no longer: use the cluster in a with block"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,6 +88,7 @@ class EmulatedCluster:
         self._addresses = {host.name: str(_NETWORK[i + 1]) for i, host in enumerate(spec.hosts)}
         self._spec = spec
         self._hosts: dict[str, NetworkNamespace] = {}
+        self._bridge: NetworkNamespace | None = None
         self._open = ExitStack()
         for link in self._links.values():
             _check_rate(link.up)
@@ -119,7 +124,7 @@ class EmulatedCluster:
             env: The whole environment; None for this process's own.
             output: Where standard output and error go together, as for `subprocess.Popen`.
         """
-        return self._at(host).call(spawn, command, env=env, output=output)
+        return self._at(host).call(spawn, command, env=env, cwd=os.getcwd(), output=output)
 
     def run(self, host: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a function in a thread whose sockets are the host's, and returns what it returns."""
@@ -180,16 +185,17 @@ class EmulatedCluster:
     def __enter__(self) -> Self:
         """Makes the hosts and their links."""
         with ExitStack() as opened:
-            keeper_last = opened.enter_context(ExitStack())  # namespaces close after the keeper has emptied them
-            self._switch = _opened(NetworkNamespace("switch"), keeper_last)
+            namespaces = opened.enter_context(ExitStack())  # namespaces close once the keeper has emptied them
+            self._bridge = _opened(NetworkNamespace("switch"), namespaces)
             keeper = opened.enter_context(Keeper())
             _configure("make the switch", self._switch.call, _make_switch)
             for host in self._spec.hosts:
-                namespace = self._hosts[host.name] = _opened(NetworkNamespace(host.name), keeper_last)
+                namespace = self._hosts[host.name] = _opened(NetworkNamespace(host.name), namespaces)
                 keeper.keep("net", namespace.inode)
                 what, port = f"make {host.name}", self._port(host.name)
                 _configure(what, self._switch.call, _plug_in, port, namespace.fd, host.link.down)
                 _configure(what, namespace.call, _set_up_host, self.address(host.name), host.link.up)
+                namespace.call(_name_hosts, self._addresses)
             self._open = opened.pop_all()
         return self
 
@@ -199,11 +205,19 @@ class EmulatedCluster:
         """Kills what runs in the hosts and lets them go."""
         self._open.close()
         self._hosts.clear()
+        self._bridge = None
+
+    @property
+    def _switch(self) -> NetworkNamespace:
+        if self._bridge is None:
+            raise ClusterError(_NOT_OPEN)
+        return self._bridge
 
     def _at(self, host: str) -> NetworkNamespace:
-        if not self._hosts:
-            raise ClusterError("the cluster is not open: use it in a with block")
-        return self._hosts[self._spec.host(host).name]
+        namespace = self._hosts.get(self._spec.host(host).name)
+        if namespace is None:
+            raise ClusterError(_NOT_OPEN)
+        return namespace
 
     def _port(self, host: str) -> str:
         return f"port{list(self._addresses).index(self._spec.host(host).name)}"
@@ -260,6 +274,16 @@ def _set_up_host(address: str, rate: float) -> None:
         ip.addr("add", index=index, address=address, prefixlen=_NETWORK.prefixlen)
         ip.link("set", index=index, gso_max_size=_LARGEST_PACKET, state="up")
     _shape(INTERFACE, rate, "add")
+
+
+def _name_hosts(addresses: Mapping[str, str]) -> None:
+    """Puts the hosts' names into what the commands see as /etc/hosts; without mounts they do with addresses."""
+    try:
+        known = _HOSTS_FILE.read_text(encoding="utf-8", errors="replace")
+        names = "".join(f"{address}\t{name}\n" for name, address in addresses.items())
+        replace_file(str(_HOSTS_FILE), names + known)
+    except OSError as error:
+        logger.debug("hosts have addresses only: %s", error)
 
 
 def _shape(interface: str, rate: float, command: str) -> None:

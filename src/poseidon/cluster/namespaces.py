@@ -12,11 +12,16 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import ParamSpec, TypeVar
 
 from poseidon.errors import ClusterError
 
 _CLONE_NEWNET = 0x40000000
+_CLONE_NEWNS = 0x00020000
+_MS_BIND = 4096
+_MS_REC = 16384
+_MS_SLAVE = 1 << 19
 _USER_NAMESPACE_SCRIPT = str(Path(__file__).with_name("_in_user_namespace.py"))
 _ADVICE = (
     "run as root, in a container with the capabilities SYS_ADMIN and NET_ADMIN, or allow user namespaces "
@@ -96,6 +101,23 @@ def enter_user_namespace() -> None:
     os.execv(script[0], [*script, sys.executable, *sys.orig_argv[1:]])
 
 
+def replace_file(path: str, text: str) -> None:
+    """Shows the calling thread, and the children that it starts, another content of one file.
+
+    The thread moves to a mount namespace of its own for that, and so loses sight of later `os.chdir` calls of others.
+
+    Raises:
+        OSError: The system does not allow mounts, or there is no such file.
+    """
+    _system_call("unshare", _CLONE_NEWNS)
+    _system_call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
+    with NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.chmod(file.name, 0o644)
+        _system_call("mount", os.fsencode(file.name), os.fsencode(path), None, _MS_BIND, None)
+
+
 def _enter_new() -> int:
     _system_call("unshare", _CLONE_NEWNET)
     with contextlib.suppress(OSError):  # no IPv6 here, or /proc/sys is read-only: then its few packets are borne
@@ -107,10 +129,11 @@ def _enter(fd: int) -> None:
     _system_call("setns", fd, _CLONE_NEWNET)
 
 
-def _system_call(function: str, *arguments: int) -> None:
+def _system_call(function: str, *arguments: int | bytes | None) -> None:
     if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), f"{function}(CLONE_NEWNET)")
+        flag = "(CLONE_NEWNET)" if _CLONE_NEWNET in arguments else ""
+        raise OSError(code, os.strerror(code), function + flag)
 
 
 def _describe(error: OSError) -> str:
