@@ -1,1 +1,36 @@
-"""Room."""
+"""The ways across the network: every scheme with what it costs and what it does."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from poseidon.comm.all_reduce import AllReduce
+from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer
+from poseidon.comm.sharded_server import ShardedServer
+from poseidon.comm.sparse_rows import SparseRows
+from poseidon.comm.sufficient_factor import SufficientFactor
+
+SCHEMES: dict[str, type[CommScheme]] = {
+    "all_reduce": AllReduce,
+    "sufficient_factor": SufficientFactor,
+    "sparse_rows": SparseRows,
+    "sharded_server": ShardedServer,
+}
+
+AnyScheme = Annotated[AllReduce | SufficientFactor | SparseRows | ShardedServer, Field(discriminator="kind")]
+"""A member of the table above, told apart by `kind`."""
+
+__all__ = [
+    "SCHEMES",
+    "AllReduce",
+    "AnyScheme",
+    "BoundLayer",
+    "CommScheme",
+    "Cost",
+    "Exchange",
+    "ShardedServer",
+    "SparseRows",
+    "StepState",
+    "SufficientFactor",
+    "Transfer",
+]

@@ -1,1 +1,1 @@
-"""Room."""
+"""What runs inside every rank: joining, attaching a plan, exchanging, recording."""

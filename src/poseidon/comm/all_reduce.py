@@ -1,0 +1,167 @@
+"""All-reduce: dense gradients, summed over the ranks in buckets."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from poseidon.cluster.rates import Rates
+from poseidon.comm.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, split_into_buckets
+from poseidon.comm.capture import on_gradient
+from poseidon.comm.group import Group, Pending
+from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer
+from poseidon.errors import CommError
+from poseidon.profile.graph import LayerSpec
+from poseidon.units import Bytes
+
+VOTE_AFTER = 3
+"""Steps in a row with another order of arrival before a rank votes for new buckets."""
+
+
+class AllReduce(CommScheme):
+    """Plain all-reduce in buckets, first bucket small."""
+
+    kind: Literal["all_reduce"] = "all_reduce"
+    first_bytes: Bytes = FIRST_BUCKET_BYTES
+    """Size at which the first bucket is closed: smaller lets the link start earlier, larger saves messages."""
+    bucket_bytes: Bytes = BUCKET_BYTES
+    """Size at which the other buckets are closed: smaller where little of the transfer is hidden."""
+
+    def refuse(self, layer: LayerSpec) -> str | None:
+        """Every dense gradient can be all-reduced."""
+        del layer
+        return None
+
+    def bytes_sent(self, layer: LayerSpec, world_size: int) -> int:
+        """2(P-1)/P of the gradient: the floor of any all-reduce without help from the network."""
+        return 2 * layer.num_bytes * (world_size - 1) // world_size
+
+    def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
+        """Bytes over the measured all-reduce bandwidth; the latency is the bucket's, shared by many layers."""
+        return Cost(wire_seconds=self.bytes_sent(layer, rates.world_size) / rates.all_reduce_bandwidth)
+
+    def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
+        """One exchange per bucket; dtypes and devices do not share a bucket."""
+        exchanges: list[Exchange] = []
+        by_type: dict[tuple[torch.dtype, torch.device], list[tuple[str, str, nn.Parameter]]] = {}
+        for layer in layers:
+            # Backward frees the last parameter of a module first or in no fixed order; they are close together anyway.
+            for name, parameter in layer.parameters.items():
+                by_type.setdefault((parameter.dtype, parameter.device), []).append((layer.name, name, parameter))
+        for entries in by_type.values():
+            sizes = [p.numel() * p.element_size() for _, _, p in entries]
+            for members in split_into_buckets(sizes, first_bytes=self.first_bytes, bucket_bytes=self.bucket_bytes):
+                chosen = [entries[index] for index in members]
+                exchanges.append(BucketExchange([(e[0], e[1]) for e in chosen], [e[2] for e in chosen], group, step))
+        return exchanges
+
+
+class BucketExchange(Exchange):
+    """One bucket at work."""
+
+    def __init__(
+        self, names: Sequence[tuple[str, str]], parameters: Sequence[nn.Parameter], group: Group, step: StepState
+    ) -> None:
+        layers = tuple(dict.fromkeys(layer for layer, _ in names))
+        label = layers[0] if len(layers) == 1 else f"{layers[0]}..{layers[-1]}"
+        super().__init__(name=label, layers=layers, group=group, step=step)
+        self._names = [f"{layer}.{name}" for layer, name in names]
+        self._layer_of = [layer for layer, _ in names]
+        self.bucket = Bucket(parameters)
+        self._scale = 1.0 / group.world_size
+        self._missing = set(range(len(parameters)))
+        self._made = [0.0] * len(parameters)
+        self._expected = [1] * len(parameters)
+        """How often autograd adds to each gradient in one backward: more than once under reentrant checkpointing."""
+        self._seen = [0] * len(parameters)
+        self._transfer = Transfer(label, self._issue)
+        self.transfers = (self._transfer,)
+        self.votes = 0.0
+        self.vote_for_new_order = False
+        for index, parameter in enumerate(parameters):
+            self.handles.append(on_gradient(parameter, lambda p, i=index: self._on_gradient(i, p)))  # type: ignore[misc]
+
+    def _on_gradient(self, index: int, parameter: nn.Parameter) -> None:
+        self.step.on_backward()
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise CommError(
+                f"rank {self.group.rank}: {self._names[index]} has a sparse gradient, which cannot be all-reduced; "
+                "use the scheme sparse_rows for this layer, or build the embedding with sparse=False"
+            )
+        view = self.bucket.views[index]
+        self._seen[index] += 1
+        if not self.step.syncing:
+            if gradient is not view:
+                view.copy_(gradient)
+                parameter.grad = view
+            return
+        if index not in self._missing:
+            raise CommError(
+                f"rank {self.group.rank}: autograd added to {self._names[index]} again after its bucket had left, at "
+                f"exchange {self.step.index}; this happens when a part of the model runs a varying number of "
+                "times under reentrant checkpointing: pass use_reentrant=False to torch.utils.checkpoint"
+            )
+        if self._seen[index] < self._expected[index]:
+            return
+        self._take(index, made=True)
+        layer = self._layer_of[index]
+        if not any(self._layer_of[i] == layer for i in self._missing):
+            self.step.arrived(layer)
+        if not self._missing:
+            self._transfer.mark_ready(self.bucket.flat.device)
+
+    def _take(self, index: int, *, made: bool) -> None:
+        """Leaves this rank's share of the mean in the bucket, and the view in `p.grad` where there was a gradient."""
+        parameter, view = self.bucket.parameters[index], self.bucket.views[index]
+        self._missing.discard(index)
+        self._made[index] = float(made)
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is view:
+            view.mul_(self._scale)
+        else:
+            torch.mul(parameter.grad, self._scale, out=view)
+            parameter.grad = view
+
+    def flush(self) -> None:
+        """What backward did not reach counts as zero here; other ranks may have reached it."""
+        for index in sorted(self._missing):
+            # A gradient that came fewer times than before is complete all the same.
+            self._take(index, made=self._seen[index] > 0)
+            if self._seen[index]:
+                self.step.arrived(self._layer_of[index])
+        if not self._transfer.ready.is_set():
+            self._transfer.mark_ready(self.bucket.flat.device)
+
+    def _issue(self) -> Pending:
+        self.bucket.facts.copy_(torch.tensor([*self._made, float(self.vote_for_new_order)]))
+        return self.group.all_reduce(self.bucket.flat, f"all-reduce of {self.name} in step {self.step.index}")
+
+    def finish(self) -> None:
+        """A gradient that no rank made stays as it was, so that the optimizer skips it as it would on one rank."""
+        facts = self.bucket.facts.tolist()
+        for parameter, view, made in zip(self.bucket.parameters, self.bucket.views, facts, strict=False):
+            if made > 0 and parameter.grad is None:
+                parameter.grad = view
+        self.votes = facts[-1]
+
+    def wants_new_order(self) -> bool:
+        """Whether some rank voted in this step."""
+        return self.votes > 0
+
+    def reset(self) -> None:
+        """Learns how often each gradient is added to, and waits for all of them again."""
+        super().reset()
+        self._expected = [max(1, seen) for seen in self._seen]
+        self._seen = [0] * len(self._seen)
+        self._missing = set(range(len(self._seen)))
+
+    def detach(self) -> None:
+        """Gradients get memory of their own again."""
+        super().detach()
+        for parameter, view in zip(self.bucket.parameters, self.bucket.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = view.clone()

@@ -1,0 +1,187 @@
+"""The few calls of torch.distributed that Poseidon needs, with byte counts, deadlines and our errors.
+
+Everything that crosses the network goes through a `Group`. Collectives are counted as their bandwidth-optimal
+algorithm sends them; point-to-point messages as they are. torch's errors become ours here and nowhere else.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from poseidon.comm.liveness import Liveness
+from poseidon.errors import CommError, CommTimeoutError, PeerLostError
+from poseidon.units import MIB
+
+SPLIT_ABOVE_BYTES = MIB
+"""A tensor below this size stays on one connection: splitting it would only add messages."""
+
+
+@dataclass
+class Pending:
+    """Transfers that were issued together and have not been waited for."""
+
+    works: list[dist.Work]
+    num_bytes: int
+    """Payload that this rank sends."""
+    what: str
+    translate: Callable[[BaseException, str], CommError]
+    keep: list[torch.Tensor] = field(default_factory=list)
+    """Buffers that must outlive the transfer."""
+
+    def wait(self) -> None:
+        """Blocks until all of them have ended.
+
+        Raises:
+            PeerLostError: A rank is gone.
+            CommTimeoutError: The deadline of the process group passed.
+        """
+        for work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.translate(error, self.what) from error
+        self.works.clear()
+        self.keep.clear()
+
+
+class Group:
+    """The ranks that train together, and the connections between them.
+
+    Args:
+        groups: torch process groups over the same ranks; each has connections of its own. Large tensors are split over
+            the first `connections` of them.
+        liveness: Who is still there; None where nobody watches (tests, one rank).
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], *, liveness: Liveness | None = None) -> None:
+        self._groups = list(groups)
+        self.connections = 1
+        self.liveness = liveness
+        self.rank = self._groups[0].rank() if self._groups else 0
+        self.world_size = self._groups[0].size() if self._groups else 1
+        self.bytes_sent = 0
+        self.takes_short_messages = not self._groups or self._groups[0].name() == "gloo"
+        """A receive may be posted with a larger buffer than the message: gloo yes, NCCL no."""
+
+    @classmethod
+    def of_default(cls, *, connections: int = 1, liveness: Liveness | None = None) -> "Group":
+        """A group over torch's default process group, with further connections made now if more than one is asked for."""
+        if not dist.is_initialized():
+            return cls([])
+        groups = [dist.group.WORLD] + [dist.new_group() for _ in range(connections - 1)]
+        group = cls([g for g in groups if g is not None], liveness=liveness)
+        group.connections = connections
+        return group
+
+    @property
+    def max_connections(self) -> int:
+        """How many connections to each peer exist."""
+        return max(1, len(self._groups))
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, this rank's right neighbor first, so that not everybody sends to rank 0 at once."""
+        return [(self.rank + offset) % self.world_size for offset in range(1, self.world_size)]
+
+    def all_reduce(self, tensor: torch.Tensor, what: str = "all-reduce") -> Pending:
+        """Starts to sum `tensor` (contiguous, any shape) over the ranks, in place."""
+        if self.world_size == 1:
+            return self._pending([], 0, what)
+        works = [
+            self._call(what, lambda g=group, p=part: g.allreduce([p]))  # type: ignore[misc]
+            for group, part in zip(self._groups, self._split(tensor), strict=False)
+        ]
+        num_bytes = tensor.numel() * tensor.element_size()
+        return self._pending(works, 2 * num_bytes * (self.world_size - 1) // self.world_size, what)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+        *,
+        tag: int,
+        what: str,
+    ) -> Pending:
+        """Starts point-to-point messages: (peer, contiguous tensor) each. Messages of one pair and tag keep their order.
+
+        They stay on the first connection, which is what keeps that order.
+        """
+        if self.world_size == 1:
+            return self._pending([], 0, what)
+        group = self._groups[0]
+        works = [
+            self._call(what, lambda p=peer, t=tensor: group.recv([t], p, tag))  # type: ignore[misc]
+            for peer, tensor in receives
+            if tensor.numel()
+        ]
+        works += [
+            self._call(what, lambda p=peer, t=tensor: group.send([t], p, tag))  # type: ignore[misc]
+            for peer, tensor in sends
+            if tensor.numel()
+        ]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
+        return self._pending(works, num_bytes, what, [t for _, t in (*sends, *receives)])
+
+    def broadcast(self, tensor: torch.Tensor, what: str = "broadcast") -> None:
+        """Gives every rank the value that rank 0 has, in place."""
+        if self.world_size > 1:
+            work = self._call(what, lambda: self._groups[0].broadcast([tensor], dist.BroadcastOptions()))
+            num_bytes = tensor.numel() * tensor.element_size() if self.rank == 0 else 0
+            self._pending([work], num_bytes, what).wait()
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.all_gather_text("")
+
+    def all_gather_text(self, text: str, what: str = "gathering facts") -> list[str]:
+        """Every rank's text, by rank. JSON crosses the network this way; never a pickle."""
+        if self.world_size == 1:
+            return [text]
+        data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+        lengths = self._all_gather(torch.tensor([len(text.encode())]), what)
+        longest = max(1, max(int(length) for length in lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data[:longest]
+        parts = self._all_gather(padded, what)
+        return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(parts, lengths, strict=True)]
+
+    def broadcast_text(self, text: str, what: str = "sending the plan") -> str:
+        """Rank 0's text on every rank."""
+        return self.all_gather_text(text if self.rank == 0 else "", what)[0]
+
+    def _all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        work = self._call(what, lambda: self._groups[0].allgather([outputs], [tensor]))
+        self._pending([work], tensor.numel() * tensor.element_size() * (self.world_size - 1), what).wait()
+        return outputs
+
+    def _split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self.connections == 1 or tensor.numel() * tensor.element_size() < SPLIT_ABOVE_BYTES:
+            return [tensor]
+        return tensor.view(-1).tensor_split(self.connections)
+
+    def _pending(
+        self, works: list[dist.Work], num_bytes: int, what: str, keep: list[torch.Tensor] | None = None
+    ) -> Pending:
+        self.bytes_sent += num_bytes
+        return Pending(works, num_bytes, what, self._translate, keep or [])
+
+    def _call(self, what: str, start: Callable[[], dist.Work]) -> dist.Work:
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self._translate(error, what) from error
+
+    def _translate(self, error: BaseException, what: str) -> CommError:
+        """torch's error as ours, naming who is gone if that can be found out."""
+        if self.liveness is not None and (lost := self.liveness.name_lost(time.monotonic())):
+            return PeerLostError(f"rank {self.rank}: {what} failed: {lost}")
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        if "imed out" in first_line or "imeout" in first_line:
+            return CommTimeoutError(
+                f"rank {self.rank}: {what} did not end before its deadline although every rank is alive: {first_line}"
+            )
+        return CommError(f"rank {self.rank}: {what} failed although every rank is alive: {first_line}")

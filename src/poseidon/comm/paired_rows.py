@@ -1,0 +1,336 @@
+"""Two sets of rows that belong together and become known one after the other: the transfer under two schemes.
+
+A sufficient factor is a pair: the layer's input is known in the forward pass, the gradient of its output in the
+backward pass. A touched row is a pair: the index is known in the forward pass, its gradient in the backward pass. So
+one exchange has two transfers, and the first leaves while the forward pass goes on.
+
+Row counts differ between ranks and steps and travel with the rows, in a header of `HEADER_BYTES` before each part. The
+second header has the last word. Where the step was not as expected (a forward that no backward followed, a call more
+than last time, more rows than the buffers hold) it says so, and after the schedule both parts are sent once more, as
+they should have been: every rank reads the same headers and so every rank knows.
+"""
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from poseidon.comm.group import Group, Pending
+from poseidon.comm.scheme import Exchange, StepState, Transfer
+from poseidon.errors import CommError
+
+HEADER_BYTES = 64
+_HEADER_NUMBERS = HEADER_BYTES // 8
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
+
+
+class Call:
+    """One forward call of the layer: the rows of its first part and, once backward came by, of its second."""
+
+    def __init__(self, serial: int, first: torch.Tensor) -> None:
+        self.serial = serial
+        self.first = first
+        self.second: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows in either part."""
+        return self.first.shape[0]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What precedes each part on the wire."""
+
+    step: int
+    rows: int
+    dtype: torch.dtype
+    resent_rows: int = 0
+    """Rows of both parts that follow after the schedule instead; above zero, what came before does not count."""
+    resent_dtype: torch.dtype = torch.float32
+    """Of the first part; the second's is `dtype`."""
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """Puts it in front of a byte buffer."""
+        numbers = [self.step, self.rows, _DTYPES.index(self.dtype), self.resent_rows, _DTYPES.index(self.resent_dtype)]
+        numbers += [0] * (_HEADER_NUMBERS - len(numbers))
+        buffer[:HEADER_BYTES].view(torch.int64).copy_(torch.tensor(numbers))
+
+    @classmethod
+    def read(cls, buffer: torch.Tensor) -> "Header":
+        """Reads it from the front of a byte buffer."""
+        numbers = buffer[:HEADER_BYTES].view(torch.int64).tolist()
+        return cls(numbers[0], numbers[1], _DTYPES[numbers[2]], numbers[3], _DTYPES[numbers[4]])
+
+
+class Part:
+    """The buffers of one of the two parts: what this rank sends, and what each peer sends."""
+
+    def __init__(self, width: int, itemsize: int, capacity: int, group: Group, device: torch.device) -> None:
+        self.width = width
+        self._itemsize = itemsize
+        self._group = group
+        self._device = device
+        self.grow(capacity)
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for so many rows from each rank."""
+        self.capacity = max(1, capacity)
+        size = HEADER_BYTES + self.capacity * self.width * self._itemsize
+        self.own = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self.from_peer = {p: torch.zeros(size, dtype=torch.uint8, device=self._device) for p in self._group.peers}
+        self.used = HEADER_BYTES
+
+    def fill(self, header: Header, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies rows behind the header; returns where each landed."""
+        landed = []
+        offset = HEADER_BYTES
+        for tensor in rows:
+            size = tensor.numel() * tensor.element_size()
+            place = self.own[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor)
+            landed.append(place)
+            offset += size
+        header.write(self.own)
+        self.used = offset
+        return landed
+
+    def issue(self, tag: int, what: str) -> Pending:
+        """Sends this rank's part to every peer and receives theirs."""
+        message = self.own[: self.used] if self._group.takes_short_messages else self.own
+        sends = [(peer, message) for peer in self._group.peers]
+        return self._group.exchange(sends, list(self.from_peer.items()), tag=tag, what=what)
+
+    def received(self, rank: int) -> tuple[Header, torch.Tensor]:
+        """Header and rows of one rank, this one included."""
+        buffer = self.own if rank == self._group.rank else self.from_peer[rank]
+        header = Header.read(buffer)
+        size = header.rows * self.width * header.dtype.itemsize
+        return header, buffer[HEADER_BYTES : HEADER_BYTES + size].view(header.dtype).view(header.rows, self.width)
+
+
+class PairedRowsExchange(Exchange):
+    """Gathers both parts of every rank and hands them to `combine`.
+
+    Args:
+        name: The layer.
+        widths: Numbers per row in the first and in the second part.
+        dtypes: The widest dtype that each part can come in; the buffers are sized for it.
+        capacity: Rows per rank that the buffers hold at first; the same on every rank.
+        device: Where the layer lives.
+        group: The ranks.
+        step: Where this rank is in the step.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        widths: tuple[int, int],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        capacity: int,
+        device: torch.device,
+        group: Group,
+        step: StepState,
+    ) -> None:
+        super().__init__(name=name, layers=(name,), group=group, step=step)
+        self._device = device
+        self._parts = tuple(
+            Part(width, dtype.itemsize, capacity, group, device) for width, dtype in zip(widths, dtypes, strict=True)
+        )
+        self._default_dtypes = dtypes
+        self._first = Transfer(f"{name} (first factor)", lambda: self._issue(0))
+        self._second = Transfer(f"{name} (second factor)", lambda: self._issue(1))
+        self.transfers = (self._first, self._second)
+        self.early = (self._first,)
+        self._serial = 0
+        self._calls: list[weakref.ref[Call]] = []
+        """Calls since the last backward; the autograd graph keeps them alive, not this list."""
+        self._expected_calls = 1
+        self._sent: list[weakref.ref[Call]] = []
+        self._sent_serials: list[int] = []
+        self._sent_rows: list[int] = []
+        self._arrived: list[Call] = []
+        self._stash: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Pairs from backward passes inside `no_sync`."""
+        self._stash_sent = 0
+        self._resent: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._repaired: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._late: dict[int, Header] = {}
+        self._grow_to = 0
+
+    @abstractmethod
+    def combine(self, firsts: list[torch.Tensor], seconds: list[torch.Tensor]) -> None:
+        """Leaves the mean gradient in `p.grad`; the rows of each rank, by rank, never all empty."""
+
+    # What the training thread tells
+
+    def called(self, first: torch.Tensor) -> Call:
+        """Notes a forward call whose output needs a gradient; `first` has shape `(rows, width)`."""
+        self._serial += 1
+        call = Call(self._serial, first)
+        self._calls.append(weakref.ref(call))
+        if self.step.syncing and not self._first.ready.is_set():
+            alive = [c for c in (ref() for ref in self._calls) if c is not None]
+            if len(alive) == self._expected_calls:
+                self._send_first(alive)
+        return call
+
+    def returned(self, call: Call, second: torch.Tensor) -> None:
+        """Notes that backward came by a call; `second` has shape `(rows, width)`."""
+        self.step.on_backward()
+        call.second = second
+        if not self.step.syncing:
+            self._stash.append((call.first.clone() if call.serial in self._sent_serials else call.first, second))
+            return
+        self._arrived.append(call)
+        if self._first.ready.is_set() and {c.serial for c in self._arrived} == set(self._sent_serials):
+            self._send_second()
+
+    def flush(self) -> None:
+        """What did not come as expected is sent as it is, or marked to be sent once more."""
+        if not self._first.ready.is_set():
+            self._send_first(self._arrived)
+        if not self._second.ready.is_set():
+            self._send_second()
+        self._calls.clear()
+
+    def _send_first(self, calls: list[Call]) -> None:
+        calls = sorted(calls, key=lambda c: c.serial)
+        rows = [first for first, _ in self._stash] + [c.first for c in calls]
+        if sum(r.shape[0] for r in rows) > self._parts[0].capacity:
+            calls, rows = [], []  # no room: both parts follow after the schedule
+            self._stash_sent = 0
+        else:
+            self._stash_sent = len(self._stash)
+        rows = _alike(rows)
+        dtype = rows[0].dtype if rows else self._default_dtypes[0]
+        landed = self._parts[0].fill(Header(self.step.index, sum(r.shape[0] for r in rows), dtype), rows)
+        for call, place in zip(calls, landed[self._stash_sent :], strict=True):
+            if place.dtype == call.first.dtype:
+                call.first = place  # the copy in the send buffer serves from here on
+        self._sent = [weakref.ref(c) for c in calls]
+        self._sent_serials = [c.serial for c in calls]
+        self._sent_rows = [c.rows for c in calls]
+        self._first.mark_ready(self._device)
+
+    def _send_second(self) -> None:
+        arrived = {c.serial: c for c in self._arrived}
+        as_sent = set(arrived) <= set(self._sent_serials) and self._stash_sent == len(self._stash)
+        if as_sent:
+            self._send_second_as_announced(arrived)
+        else:
+            calls = sorted(self._arrived, key=lambda c: c.serial)
+            firsts = _alike([f for f, _ in self._stash] + [c.first for c in calls])
+            seconds = _alike([s for _, s in self._stash] + [c.second for c in calls if c.second is not None])
+            self._resent = (firsts, seconds)
+            count = sum(f.shape[0] for f in firsts)
+            header = Header(self.step.index, 0, seconds[0].dtype, count, firsts[0].dtype)
+            self._parts[1].fill(header, [])
+        if arrived or self._stash:
+            self.step.arrived(self.name)
+        self._second.mark_ready(self._device)
+
+    def _send_second_as_announced(self, arrived: dict[int, Call]) -> None:
+        seconds = [second for _, second in self._stash]
+        dtype = next((c.second.dtype for c in arrived.values() if c.second is not None), self._default_dtypes[1])
+        for serial, rows in zip(self._sent_serials, self._sent_rows, strict=True):
+            call = arrived.get(serial)
+            if call is not None and call.second is not None:
+                seconds.append(call.second)
+            else:  # the forward was not followed by a backward: what was announced counts for nothing
+                seconds.append(torch.zeros(rows, self._parts[1].width, dtype=dtype, device=self._device))
+        seconds = _alike(seconds) if arrived or self._stash else []
+        count = sum(s.shape[0] for s in seconds)
+        self._parts[1].fill(Header(self.step.index, count, seconds[0].dtype if seconds else dtype), seconds)
+
+    # What the communication threads do
+
+    def _issue(self, index: int) -> Pending:
+        return self._parts[index].issue(self.tag + index, f"factors of {self.name} in step {self.step.index}")
+
+    # After the schedule
+
+    def needs_repair(self) -> bool:
+        """Whether any rank's second header says that its parts follow."""
+        self._late = {}
+        for rank in range(self.group.world_size):
+            header = self._parts[1].received(rank)[0]
+            if header.step != self.step.index:
+                raise CommError(
+                    f"rank {self.group.rank}: rank {rank} sent factors of {self.name} for exchange {header.step} in exchange "
+                    f"{self.step.index}; every rank must run backward equally often (one without data calls empty_step())"
+                )
+            if header.resent_rows:
+                self._late[rank] = header
+        return bool(self._late)
+
+    def repair(self) -> Pending:
+        """Exchanges both parts once more for the ranks that were late."""
+        late = self._late
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        for rank, header in late.items():
+            if rank == self.group.rank:
+                assert self._resent is not None
+                first, second = (torch.cat(rows) for rows in self._resent)
+                sends = [(peer, part) for peer in self.group.peers for part in (first.contiguous(), second.contiguous())]
+            else:
+                shape, device = header.resent_rows, self._device
+                first = torch.empty(shape, self._parts[0].width, dtype=header.resent_dtype, device=device)
+                second = torch.empty(shape, self._parts[1].width, dtype=header.dtype, device=device)
+                receives += [(rank, first), (rank, second)]
+            self._repaired[rank] = (first, second)
+        what = f"late factors of {self.name} in step {self.step.index}"
+        most = max(header.resent_rows for header in late.values())
+        self._grow_to = max(self._parts[0].capacity, most)
+        return self.group.exchange(sends, receives, tag=self.tag + 2, what=what)
+
+    def finish(self) -> None:
+        """Hands all ranks' rows to `combine`."""
+        firsts, seconds = [], []
+        for rank in range(self.group.world_size):
+            if rank in self._repaired:
+                first, second = self._repaired[rank]
+            else:
+                second = self._parts[1].received(rank)[1]
+                first = self._parts[0].received(rank)[1][: second.shape[0]]
+            firsts.append(first)
+            seconds.append(second)
+        if sum(second.shape[0] for second in seconds):
+            self.combine(firsts, seconds)
+
+    def reset(self) -> None:
+        """Learns how many calls a step has, and forgets this one."""
+        super().reset()
+        if self._arrived:
+            self._expected_calls = len(self._arrived)
+        done = {c.serial for c in self._arrived}
+        for ref in self._sent:
+            call = ref()
+            if call is not None and call.serial not in done:
+                call.first = call.first.clone()  # its place in the send buffer is about to be used again
+        self._sent, self._sent_serials, self._sent_rows = [], [], []
+        self._arrived, self._stash, self._stash_sent = [], [], 0
+        self._resent, self._repaired = None, {}
+        if self._grow_to:
+            for part in self._parts:
+                part.grow(self._grow_to)
+            self._grow_to = 0
+
+    def end_unsynced(self) -> None:
+        """At the end of a backward pass inside `no_sync`: its calls are in the stash."""
+        self._calls.clear()
+
+
+def _alike(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All in one dtype, the widest; they differ only if autocast was on for some calls and off for others."""
+    if len({tensor.dtype for tensor in rows}) < 2:
+        return list(rows)
+    widest = rows[0].dtype
+    for tensor in rows:
+        widest = torch.promote_types(widest, tensor.dtype)
+    return [tensor.to(widest) for tensor in rows]

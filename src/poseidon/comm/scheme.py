@@ -1,0 +1,209 @@
+"""What every scheme is: a value that says what it costs, and that can bind itself to real layers on real ranks.
+
+`CommScheme` is the cost face and lives in a plan. `Exchange` is the run face: one scheme at work on one or more layers.
+An exchange owns one or two `Transfer`s, each a place in the plan's fixed schedule, issued once in every step.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from poseidon.artifact import Value
+from poseidon.cluster.rates import Rates
+from poseidon.comm.capture import Removable
+from poseidon.comm.group import Group, Pending
+from poseidon.profile.graph import LayerSpec
+
+
+TAGS_PER_EXCHANGE = 16
+
+
+class Cost(Value):
+    """What one layer costs a rank in one step under one scheme."""
+
+    wire_seconds: float
+    """Seconds on the link, on an idle network, from all ranks ready to all ranks done."""
+    compute_seconds: float = 0.0
+    """Seconds of computing that the scheme adds to, or with a minus sign takes from, every rank."""
+
+    @property
+    def seconds(self) -> float:
+        """Both together."""
+        return self.wire_seconds + self.compute_seconds
+
+
+class CommScheme(Value, ABC):
+    """One way for a layer's gradient to cross the network."""
+
+    kind: str
+    exactness: ClassVar[str] = "exact"
+
+    @abstractmethod
+    def refuse(self, layer: LayerSpec) -> str | None:
+        """Why this layer cannot use the scheme; None if it can."""
+
+    @abstractmethod
+    def bytes_sent(self, layer: LayerSpec, world_size: int) -> int:
+        """Payload that one rank sends in one step."""
+
+    @abstractmethod
+    def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
+        """What one step costs."""
+
+    @abstractmethod
+    def bind(self, layers: Sequence["BoundLayer"], group: Group, step: "StepState") -> "list[Exchange]":
+        """Puts the scheme to work on these layers, given in the order in which backward reaches them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundLayer:
+    """A layer of a plan together with the module that it describes."""
+
+    spec: LayerSpec
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """The trainable ones that this layer owns, by their name in the module."""
+    optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def name(self) -> str:
+        """The layer's name in `model.named_modules()`."""
+        return self.spec.name
+
+
+class StepState:
+    """Where this rank is in the step; shared by all exchanges of a run."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.syncing = True
+        """False inside `no_sync`: gradients accumulate and nothing is sent."""
+        self.on_backward: Callable[[], None] = lambda: None
+        """Called by whatever first notices that backward is under way."""
+        self.arrivals: list[str] = []
+        """Layers in the order in which their gradients became ready in this step."""
+        self.on_work: Callable[[str, str, float, float], None] = lambda activity, name, start, end: None
+
+    def arrived(self, layer: str) -> None:
+        """Notes that a layer's gradient, or its output factor, is ready."""
+        self.arrivals.append(layer)
+
+    @contextmanager
+    def working(self, activity: str, name: str) -> Iterator[None]:
+        """Stamps work of the training thread, such as a rebuild, into the timeline."""
+        start = time.time()
+        yield
+        self.on_work(activity, name, start, time.time())
+
+
+class Transfer:
+    """One place in the schedule: made ready by the training thread, issued and completed by communication threads.
+
+    Args:
+        name: What the timeline calls it.
+        issue: Starts the transfer; called by the communication thread when its turn has come.
+        complete: Called on the completing thread with what `issue` returned; waits for it.
+    """
+
+    def __init__(
+        self, name: str, issue: Callable[[], Pending], complete: Callable[[Pending], None] = Pending.wait
+    ) -> None:
+        self.name = name
+        self._issue = issue
+        self._complete = complete
+        self.ready = threading.Event()
+        self.done = threading.Event()
+        self.start = 0.0
+        self.end = 0.0
+        self.num_bytes = 0
+        self._pending: Pending | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def mark_ready(self, device: torch.device | None = None) -> None:
+        """Says that the data is there (on a GPU: will be, once the current stream has come this far)."""
+        if device is not None and device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+        self.ready.set()
+
+    def issue(self) -> None:
+        """Starts it."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        self.start = time.time()
+        self._pending = self._issue()
+        self.num_bytes = self._pending.num_bytes
+
+    def complete(self) -> None:
+        """Waits for it and finishes it."""
+        assert self._pending is not None
+        self._complete(self._pending)
+        self.end = time.time()
+        self._pending = None
+        self.done.set()
+
+    def reset(self) -> None:
+        """Makes it ready for the next step."""
+        self.ready.clear()
+        self.done.clear()
+
+
+@dataclass
+class Exchange(ABC):
+    """One scheme at work on one or more layers of one rank."""
+
+    name: str
+    layers: tuple[str, ...]
+    group: Group
+    step: StepState
+    transfers: tuple[Transfer, ...] = ()
+    early: tuple[Transfer, ...] = ()
+    """Those of `transfers` that are ready in the forward pass already."""
+    handles: list[Removable] = field(default_factory=list)
+    tag: int = 0
+    """First of `TAGS_PER_EXCHANGE` message tags that only this exchange uses; the same on every rank."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """At the end of backward: fills what is missing with empty parts and makes every transfer ready."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """On the training thread, transfers done and repaired: leaves the final gradient in `p.grad`."""
+
+    def needs_repair(self) -> bool:
+        """Whether something has to be sent once more; every rank decides alike, from what the transfers brought."""
+        return False
+
+    def repair(self) -> Pending:
+        """Starts to send it."""
+        raise NotImplementedError(f"{type(self).__name__} never needs a repair")
+
+    def reset(self) -> None:
+        """Prepares the next step."""
+        for transfer in self.transfers:
+            transfer.reset()
+
+    def wants_new_order(self) -> bool:
+        """Whether some rank has voted that gradients arrive in another order than planned."""
+        return False
+
+    def after_optimizer(self) -> Pending | None:
+        """Called at the end of `optimizer.step()`: starts what has to follow the update."""
+        return None
+
+    def end_unsynced(self) -> None:
+        """At the end of a backward pass inside `no_sync`."""
+
+    def detach(self) -> None:
+        """Takes back everything that binding changed in the model and the optimizer; called on all ranks together."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()

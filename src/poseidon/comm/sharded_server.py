@@ -1,0 +1,374 @@
+"""The parameter server with a shard on every rank: sums scattered, each shard updated by its owner, parameters gathered.
+
+A layer's gradients are laid end to end and cut into one stretch per rank, equal to within an element, so that one big
+layer loads all shards alike. Stretches travel in pieces of `piece_bytes`, and the owner adds a piece as soon as every
+rank's has come. The optimizer sees only the owner's stretch: its state is 1/P on each rank, and `p.grad` stays empty.
+After `optimizer.step()` the owners send the new parameters to everybody.
+
+gloo's own reduce-scatter leaves more than half of a link idle; pieces point to point do not, and so they are used.
+
+Source: Zhang et al., "Poseidon", ATC 2017, sections 3.1 and 4.1 (key-value pairs of 2 MB, shards on the workers). Deviation: a
+stretch is consecutive instead of scattered by a hash, which balances exactly and needs no table; the optimizer is the
+user's own and runs when the user says so, not in the server when the last gradient has come.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from poseidon.cluster.rates import Rates
+from poseidon.comm.capture import on_gradient
+from poseidon.comm.group import Group, Pending
+from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer
+from poseidon.errors import CommError, InfeasibleError
+from poseidon.profile.graph import LayerSpec
+from poseidon.units import MIB, Bytes
+
+_T = TypeVar("_T", bound=torch.Tensor)
+
+PIECE_BYTES = 2 * MIB
+WINDOW = 4
+"""Pieces from each peer that are on their way at a time."""
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+"""Optimizers whose update of a number depends on that number's own gradient and state alone."""
+
+
+class ShardedServer(CommScheme):
+    """A parameter server with a shard on every rank."""
+
+    kind: Literal["sharded_server"] = "sharded_server"
+    piece_bytes: Bytes = PIECE_BYTES
+    """Size of a key-value piece: smaller pieces start adding earlier, larger ones are fewer messages."""
+
+    def refuse(self, layer: LayerSpec) -> str | None:
+        """Every dense gradient can be served."""
+        del layer
+        return None
+
+    def bytes_sent(self, layer: LayerSpec, world_size: int) -> int:
+        """(P-1)/P of the gradient pushed and as much of the parameters sent out: as an all-reduce."""
+        return 2 * layer.num_bytes * (world_size - 1) // world_size
+
+    def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
+        """Bytes over the point-to-point bandwidth, one latency to push and one to gather."""
+        return Cost(
+            wire_seconds=self.bytes_sent(layer, rates.world_size) / rates.exchange_bandwidth + 2 * rates.latency
+        )
+
+    def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
+        """One exchange per layer."""
+        for layer in layers:
+            check_optimizer(layer)
+        return [ServerExchange(layer, group, step, self.piece_bytes) for layer in layers]
+
+
+def check_optimizer(layer: BoundLayer) -> None:
+    """Raises InfeasibleError where the optimizer could not run on a shard alone."""
+    optimizer = layer.optimizer
+    if optimizer is None:
+        raise InfeasibleError(
+            f"layer {layer.name}: sharded_server runs the optimizer on shards, but distribute() was given no optimizer; "
+            "pass it, or choose all_reduce for this layer"
+        )
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise InfeasibleError(
+            f"layer {layer.name}: sharded_server cannot use {type(optimizer).__name__}: it is not known to update each "
+            f"number from that number's own gradient and state alone; use one of {known}, or choose all_reduce"
+        )
+    for name, parameter in layer.parameters.items():
+        if not parameter.is_contiguous():
+            raise InfeasibleError(
+                f"layer {layer.name}: sharded_server cuts parameters into stretches, but {name} is not contiguous "
+                f"(strides {tuple(parameter.stride())}); choose all_reduce for this layer"
+            )
+
+
+def stretches(count: int, world_size: int) -> list[tuple[int, int]]:
+    """Start and end of each rank's stretch of `count` elements, equal to within one."""
+    return [(count * rank // world_size, count * (rank + 1) // world_size) for rank in range(world_size)]
+
+
+def pieces(start: int, end: int, piece: int) -> list[tuple[int, int]]:
+    """A stretch cut into pieces of at most `piece` elements."""
+    return [(at, min(at + piece, end)) for at in range(start, end, piece)]
+
+
+class ServerExchange(Exchange):
+    """The server at work for one layer.
+
+    A layer with parameters of several dtypes has a stretch of each.
+    """
+
+    def __init__(self, layer: BoundLayer, group: Group, step: StepState, piece_bytes: int) -> None:
+        super().__init__(name=layer.name, layers=(layer.name,), group=group, step=step)
+        assert layer.optimizer is not None
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in layer.parameters.values():
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        self._shards = [Shard(parameters, layer.optimizer, group, piece_bytes) for parameters in by_dtype.values()]
+        self._parameters = list(layer.parameters.values())
+        self._missing = set(range(len(self._parameters)))
+        self._transfer = Transfer(f"{self.name} (push)", self._push, self._add_up)
+        self.transfers = (self._transfer,)
+        for index, parameter in enumerate(self._parameters):
+            self.handles.append(on_gradient(parameter, lambda p, i=index: self._on_gradient(i)))  # type: ignore[misc]
+
+    def _on_gradient(self, index: int) -> None:
+        self.step.on_backward()
+        if not self.step.syncing:
+            return
+        if index not in self._missing:
+            raise CommError(
+                f"rank {self.group.rank}: autograd added to a gradient of {self.name} again after it had left, at "
+                f"exchange {self.step.index}; pass use_reentrant=False to torch.utils.checkpoint"
+            )
+        self._missing.discard(index)
+        if not self._missing:
+            self.step.arrived(self.name)
+            self._take()
+
+    def _take(self) -> None:
+        for shard in self._shards:
+            shard.take()
+        self._transfer.mark_ready(self._parameters[0].device)
+
+    def flush(self) -> None:
+        """What backward did not reach counts as zero."""
+        if not self._transfer.ready.is_set():
+            self._take()
+
+    def _push(self) -> Pending:
+        what = f"push of {self.name} in step {self.step.index}"
+        pendings = [shard.push(self.tag + i, what) for i, shard in enumerate(self._shards)]
+        return _together(pendings)
+
+    def _add_up(self, pushed: Pending) -> None:
+        what = f"push of {self.name} in step {self.step.index}"
+        for i, shard in enumerate(self._shards):
+            shard.add_up(self.tag + i, what)
+        pushed.wait()  # a piece has left once its owner has asked for it: only after asking for our own
+
+    def finish(self) -> None:
+        """Gives each shard the mean of its stretch."""
+        for shard in self._shards:
+            shard.finish()
+
+    def after_optimizer(self) -> Pending | None:
+        """Starts to send this rank's new parameters and to receive the others'."""
+        what = f"parameters of {self.name} in step {self.step.index}"
+        offset = len(self._shards)
+        return _together([shard.gather(self.tag + offset + i, what) for i, shard in enumerate(self._shards)])
+
+    def reset(self) -> None:
+        """Waits for all gradients again."""
+        super().reset()
+        self._missing = set(range(len(self._parameters)))
+
+    def detach(self) -> None:
+        """Gives the optimizer whole parameters and whole state back."""
+        super().detach()
+        offset = 2 * len(self._shards)
+        for i, shard in enumerate(self._shards):
+            shard.detach(self.tag + offset + i)
+
+
+class Shard:
+    """Parameters of one dtype laid end to end, and the stretch of them that this rank owns."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, group: Group, piece_bytes: int
+    ) -> None:
+        self._group = group
+        self._optimizer = optimizer
+        self._parameters = list(parameters)
+        first = self._parameters[0]
+        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        """This rank's share of the mean gradient; on the own stretch, after the push, the mean."""
+        self._stretches = stretches(self._flat.numel(), group.world_size)
+        self._piece = max(1, piece_bytes // first.element_size())
+        self._made = torch.zeros(len(self._parameters), device=first.device)
+        """One number per parameter: on how many ranks its gradient was made."""
+        start, end = self._stretches[group.rank]
+        self._own = [nn.Parameter(p.detach().view(-1)[a:b]) for p, a, b in _intersections(parameters, start, end)]
+        """Of each parameter the part inside the own stretch, perhaps empty; it shares the parameter's memory."""
+        self._hook = optimizer.register_step_post_hook(self._note_step)
+        self._stepped = True
+        self._swap(dict(zip(self._parameters, self._own, strict=True)))
+        for whole, own, (_, a, b) in zip(
+            self._parameters, self._own, _intersections(parameters, start, end), strict=True
+        ):
+            if whole.grad is not None:  # a mean that the optimizer has not used yet
+                own.grad, whole.grad = whole.grad.reshape(-1)[a:b].clone(), None
+                self._stepped = False
+            if state := self._optimizer.state.pop(whole, None):
+                self._optimizer.state[own] = {
+                    key: value.view(-1)[a:b].clone() if _shaped_as(value, whole) else value
+                    for key, value in state.items()
+                }
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
+
+    def _swap(self, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+        for group in self._optimizer.param_groups:
+            group["params"] = [replacements.get(p, p) for p in group["params"]]
+
+    def take(self) -> None:
+        """Lays this rank's gradients, scaled to their share of the mean, end to end, and frees them."""
+        scale = 1.0 / self._group.world_size
+        offset = 0
+        for parameter in self._parameters:
+            place = self._flat[offset : offset + parameter.numel()]
+            if parameter.grad is None:
+                place.zero_()
+            else:
+                torch.mul(parameter.grad.reshape(-1), scale, out=place)
+            offset += parameter.numel()
+        self._made.copy_(torch.tensor([float(p.grad is not None) for p in self._parameters]))
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def push(self, tag: int, what: str) -> Pending:
+        """Starts to send each owner its pieces of this rank's gradient."""
+        sends = []
+        for peer in self._group.peers:
+            sends.append((peer, self._made))
+            sends += [(peer, self._flat[a:b]) for a, b in pieces(*self._stretches[peer], self._piece)]
+        return self._group.exchange(sends, [], tag=tag, what=what)
+
+    def add_up(self, tag: int, what: str) -> None:
+        """Receives the other ranks' pieces of the own stretch, a few at a time, and adds them in the order of ranks."""
+        self._add_in_order(self._made, self._receive(self._made, tag, what))
+        todo = [self._flat[a:b] for a, b in pieces(*self._stretches[self._group.rank], self._piece)]
+        arriving: list[tuple[torch.Tensor, tuple[Pending, dict[int, torch.Tensor]]]] = []
+        while todo or arriving:
+            while todo and len(arriving) < WINDOW:
+                piece = todo.pop(0)
+                arriving.append((piece, self._receive(piece, tag, what)))
+            self._add_in_order(*arriving.pop(0))
+
+    def _receive(self, like: torch.Tensor, tag: int, what: str) -> tuple[Pending, dict[int, torch.Tensor]]:
+        parts = {peer: torch.empty_like(like) for peer in self._group.peers}
+        return self._group.exchange([], list(parts.items()), tag=tag, what=what), parts
+
+    def _add_in_order(self, own: torch.Tensor, received: tuple[Pending, dict[int, torch.Tensor]]) -> None:
+        pending, parts = received
+        pending.wait()
+        parts[self._group.rank] = own.clone()
+        own.copy_(parts[0])
+        for rank in range(1, self._group.world_size):
+            own.add_(parts[rank])
+
+    def finish(self) -> None:
+        """Gives the optimizer the mean over the own stretch; a gradient that no rank made stays away."""
+        offset = self._stretches[self._group.rank][0]
+        for own, made in zip(self._own, self._made.tolist(), strict=True):
+            mean = self._flat[offset : offset + own.numel()]
+            offset += own.numel()
+            if not made:
+                own.grad = None if self._stepped else own.grad
+            elif own.grad is None:
+                own.grad = mean.clone()
+            elif self._stepped:
+                own.grad.copy_(mean)
+            else:
+                own.grad.add_(mean)
+        self._stepped = False
+
+    def gather(self, tag: int, what: str) -> Pending:
+        """Starts to exchange stretches of the parameters' own memory: owners send, the others receive in place."""
+        return self._gather([p.detach().view(-1) for p in self._parameters], tag, what)
+
+    def _gather(self, wholes: Sequence[torch.Tensor], tag: int, what: str) -> Pending:
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        for owner, (start, end) in enumerate(self._stretches):
+            parts = [
+                whole[a:b]
+                for whole, first, last in _intersections(wholes, start, end)
+                for a, b in pieces(first, last, self._piece)
+            ]
+            if owner == self._group.rank:
+                sends = [(peer, part) for part in parts for peer in self._group.peers]
+            else:
+                receives += [(owner, part) for part in parts]
+        return self._group.exchange(sends, receives, tag=tag, what=what)
+
+    def detach(self, tag: int) -> None:
+        """Whole parameters in the optimizer's groups again, and whole state, gathered from its owners."""
+        self._hook.remove()
+        self._swap(dict(zip(self._own, self._parameters, strict=True)))
+        if not self._stepped and any(self._made.tolist()):
+            self._restore_gradients(tag)
+        states = [self._optimizer.state.pop(own, {}) for own in self._own]
+        keys = sorted({key for state in states for key in state})
+        for key in keys:
+            values = [state[key] for state in states if key in state]
+            if not all(_shaped_as(value, own) for value, own in zip(values, self._own, strict=False)):
+                for whole, value in zip(self._parameters, values, strict=True):
+                    self._optimizer.state[whole][key] = value
+                continue
+            for parameter, whole in zip(self._parameters, self._whole(values, tag, f"state {key!r}"), strict=True):
+                self._optimizer.state[parameter][key] = whole
+
+    def _restore_gradients(self, tag: int) -> None:
+        """A mean that the optimizer has not used yet belongs into `p.grad` again."""
+        gradients = [torch.zeros_like(own) if own.grad is None else own.grad for own in self._own]
+        wholes = self._whole(gradients, tag, "gradients")
+        for parameter, whole, made in zip(self._parameters, wholes, self._made.tolist(), strict=True):
+            if made:
+                parameter.grad = whole
+
+    def _whole(self, values: Sequence[torch.Tensor], tag: int, what: str) -> list[torch.Tensor]:
+        """From one value for each own stretch, gathered over the ranks, one for each whole parameter."""
+        wholes = [torch.zeros(p.numel(), dtype=v.dtype, device=p.device) for p, v in zip(self._parameters, values, strict=True)]
+        start, end = self._stretches[self._group.rank]
+        for (whole, a, b), value in zip(_intersections(wholes, start, end), values, strict=True):
+            whole[a:b] = value
+        self._gather(wholes, tag, f"{what} of sharded layers").wait()
+        return [whole.view(p.shape) for p, whole in zip(self._parameters, wholes, strict=True)]
+
+
+def _intersections(tensors: Sequence[_T], start: int, end: int) -> list[tuple[_T, int, int]]:
+    """Of tensors laid end to end, each with the start and end, counted within it, of what lies in a stretch."""
+    result = []
+    offset = 0
+    for tensor in tensors:
+        count = tensor.numel()
+        first = min(max(start - offset, 0), count)
+        last = max(first, min(end - offset, count))
+        result.append((tensor, first, last))
+        offset += count
+    return result
+
+
+def _shaped_as(value: object, like: torch.Tensor) -> bool:
+    """Whether a piece of optimizer state holds one number per element (`step` does not)."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == like.shape
+
+
+def _together(pendings: Sequence[Pending]) -> Pending:
+    first = pendings[0]
+    return Pending(
+        [work for p in pendings for work in p.works],
+        sum(p.num_bytes for p in pendings),
+        first.what,
+        first.translate,
+        [tensor for p in pendings for tensor in p.keep],
+    )

@@ -1,0 +1,155 @@
+"""Touched rows: an embedding's gradient is zero except in the rows that the batch looked up, so only these travel.
+
+Every rank sums its lookups row by row first. The row numbers are known in the forward pass and leave then; their
+gradients follow in the backward pass. The result is dense or sparse, as the module's own `sparse` flag says.
+
+Source: Kim et al., "Parallax: sparsity-aware data parallel training of deep neural networks", EuroSys 2019, for the idea that
+sparse variables want another way than dense ones.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from poseidon.cluster.rates import Rates
+from poseidon.comm.capture import ReplacedForward, inside_backward
+from poseidon.comm.group import Group
+from poseidon.comm.paired_rows import Call, PairedRowsExchange
+from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState
+from poseidon.profile.graph import GradientStructure, LayerSpec
+
+INDEX_BYTES = 8
+"""A row number travels as int64."""
+
+
+class SparseRows(CommScheme):
+    """The touched rows of every rank to every rank, point to point."""
+
+    kind: Literal["sparse_rows"] = "sparse_rows"
+
+    def refuse(self, layer: LayerSpec) -> str | None:
+        """Only embeddings touch a few rows."""
+        if layer.structure is GradientStructure.ROWS:
+            return None
+        return layer.reason or f"its gradient is {layer.structure.value}, not a set of touched rows"
+
+    def bytes_sent(self, layer: LayerSpec, world_size: int) -> int:
+        """The touched rows and their numbers to each of P-1 peers."""
+        num_bytes = layer.parameters[0].num_bytes // max(1, layer.matrix[0]) + INDEX_BYTES
+        return layer.rows * num_bytes * (world_size - 1)
+
+    def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
+        """The wire; adding up rows is small beside it."""
+        return Cost(
+            wire_seconds=self.bytes_sent(layer, rates.world_size) / rates.exchange_bandwidth + 2 * rates.latency
+        )
+
+    def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
+        """One exchange per embedding."""
+        return [SparseRowsExchange(layer, group, step) for layer in layers]
+
+
+class SparseRowsExchange(PairedRowsExchange):
+    """Touched rows of one embedding."""
+
+    def __init__(self, layer: BoundLayer, group: Group, step: StepState) -> None:
+        module = layer.module
+        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        self._module = module
+        self._weight = module.weight
+        super().__init__(
+            layer.name,
+            widths=(1, module.embedding_dim),
+            dtypes=(torch.int64, module.weight.dtype),
+            capacity=min(module.num_embeddings, layer.spec.rows + layer.spec.rows // 4),
+            device=module.weight.device,
+            group=group,
+            step=step,
+        )
+        self._buffer: torch.Tensor | None = None
+        self._touched = torch.empty(0, dtype=torch.int64, device=module.weight.device)
+        forward = self._forward_bag if isinstance(module, nn.EmbeddingBag) else self._forward
+        self.handles.append(ReplacedForward(module, forward))
+
+    def _forward(self, input: torch.Tensor) -> torch.Tensor:
+        module = self._module
+        assert isinstance(module, nn.Embedding)
+        return F.embedding(input, self._seen_weight(input), module.padding_idx, sparse=True)
+
+    def _forward_bag(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        module = self._module
+        assert isinstance(module, nn.EmbeddingBag)
+        return F.embedding_bag(
+            input,
+            self._seen_weight(input),
+            offsets,
+            mode=module.mode,
+            sparse=True,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=module.include_last_offset,
+            padding_idx=module.padding_idx,
+        )
+
+    def _seen_weight(self, indices: torch.Tensor) -> torch.Tensor:
+        """The weight, or where a gradient is wanted a stand-in for it whose sparse gradient comes to us."""
+        if not torch.is_grad_enabled() or not self._weight.requires_grad:
+            return self._weight
+        if inside_backward() and self.transfers[0].ready.is_set():
+            # Recomputed by activation checkpointing for the sake of what lies behind; the first call's gradient counts.
+            return self._weight.detach().requires_grad_()
+        rows = torch.unique(indices.detach().to(torch.int64))
+        call = self.called(rows.view(-1, 1))
+        stand_in = self._weight.detach().requires_grad_()
+
+        def take(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
+            self.returned(call, self._by_row(call, gradient))
+
+        stand_in.register_post_accumulate_grad_hook(take)
+        return stand_in
+
+    def _by_row(self, call: Call, gradient: torch.Tensor) -> torch.Tensor:
+        """The sparse gradient summed into one row for each of the call's row numbers; untouched padding stays zero."""
+        rows = call.first.view(-1)
+        summed = torch.zeros(rows.shape[0], self._module.embedding_dim, dtype=gradient.dtype, device=rows.device)
+        return summed.index_add_(0, torch.searchsorted(rows, gradient._indices()[0]), gradient._values())
+
+    def combine(self, firsts: list[torch.Tensor], seconds: list[torch.Tensor]) -> None:
+        """The mean over ranks, added up in the order of ranks everywhere."""
+        with self.step.working("rebuild", self.name):
+            indices = torch.cat([rows.view(-1) for rows in firsts])
+            values = torch.cat([rows.to(self._weight.dtype) for rows in seconds]).mul_(1.0 / self.group.world_size)
+            if self._module.sparse:
+                self._add_sparse(indices, values)
+            else:
+                self._add_dense(indices, values)
+
+    def _add_sparse(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        unique, place = torch.unique(indices, return_inverse=True)
+        summed = torch.zeros(unique.shape[0], values.shape[1], dtype=values.dtype, device=values.device)
+        summed.index_add_(0, place, values)
+        gradient = torch.sparse_coo_tensor(
+            unique.unsqueeze(0), summed, self._weight.shape, is_coalesced=True, check_invariants=False
+        )
+        self._weight.grad = gradient if self._weight.grad is None else self._weight.grad + gradient
+
+    def _add_dense(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        if self._weight.grad is None:
+            if self._buffer is None:
+                self._buffer = torch.zeros_like(self._weight, memory_format=torch.contiguous_format)
+            else:  # only what the last steps touched is not zero
+                self._buffer.index_fill_(0, self._touched, 0.0)
+            self._touched = indices
+            self._weight.grad = self._buffer
+        elif self._weight.grad is self._buffer:
+            self._touched = torch.cat([self._touched, indices])
+        self._weight.grad.index_add_(0, indices, values)

@@ -1,0 +1,186 @@
+"""Sufficient factors: the two thin matrices whose product is the gradient of a fully connected layer.
+
+The weight gradient of `nn.Linear` is `output_gradient.T @ input`, a sum of one outer product per row. Every rank sends
+its rows of both factors to every other and builds the gradient of the union of all batches from all of them, once; no
+rank ever computes a gradient of its own batch. The input factor leaves in the forward pass.
+
+Source: Xie et al., "Lighter-communication distributed machine learning via sufficient factor broadcasting", UAI 2016;
+Zhang et al., "Poseidon", ATC 2017, section 3.2. Beyond the papers: factors travel in two parts, the rows of all calls of
+a layer count, and the cost face charges the rebuild.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from poseidon.cluster.rates import Rates
+from poseidon.comm.capture import ReplacedForward, inside_backward
+from poseidon.comm.group import Group
+from poseidon.comm.paired_rows import Call, PairedRowsExchange
+from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState
+from poseidon.profile.graph import GradientStructure, LayerSpec
+
+
+class SufficientFactor(CommScheme):
+    """Both factors of every rank to every rank, point to point."""
+
+    kind: Literal["sufficient_factor"] = "sufficient_factor"
+
+    def refuse(self, layer: LayerSpec) -> str | None:
+        """Only gradients that are sums of outer products have factors."""
+        if layer.structure is GradientStructure.OUTER_PRODUCT:
+            return None
+        return layer.reason or f"its gradient is {layer.structure.value}, not a sum of outer products"
+
+    def bytes_sent(self, layer: LayerSpec, world_size: int) -> int:
+        """K(M+N) numbers to each of P-1 peers."""
+        out_features, in_features = layer.matrix
+        return layer.rows * (out_features + in_features) * layer.factor_num_bytes * (world_size - 1)
+
+    def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
+        """The wire, and what computing grows by: 2·P·K·M·N for the rebuild instead of 2·K·M·N for the local gradient.
+
+        Source: the wire is table 1 of the ATC'17 paper with P1 = P2; the rebuild is not in it.
+        """
+        out_features, in_features = layer.matrix
+        local_flops = 2 * layer.rows * out_features * in_features
+        return Cost(
+            wire_seconds=self.bytes_sent(layer, rates.world_size) / rates.exchange_bandwidth + 2 * rates.latency,
+            compute_seconds=(rates.world_size - 1) * local_flops / rates.flops_per_s,
+        )
+
+    def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
+        """One exchange per layer."""
+        return [FactorExchange(layer, group, step) for layer in layers]
+
+
+class FactorMath(Protocol):
+    """What a fully connected layer computes; replaced where the computing is slept instead."""
+
+    def output(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`(K, in)` to `(K, out)`."""
+
+    def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`(K, out)` to `(K, in)`."""
+
+    def rebuild(self, outputs: torch.Tensor, inputs: torch.Tensor, into: torch.Tensor | None, add: bool) -> torch.Tensor:
+        """`(K, out)` and `(K, in)` of all ranks to the weight gradient `(out, in)`, written or added into `into`."""
+
+
+class LinearMath:
+    """`nn.Linear` as torch computes it."""
+
+    def output(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `F.linear`."""
+        return F.linear(rows, weight, bias)
+
+    def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """As autograd computes it for `F.linear`."""
+        return gradient @ weight
+
+    def rebuild(self, outputs: torch.Tensor, inputs: torch.Tensor, into: torch.Tensor | None, add: bool) -> torch.Tensor:
+        """One matrix product over the rows of all ranks."""
+        if into is None:
+            return torch.mm(outputs.t(), inputs)
+        if add:
+            return into.addmm_(outputs.t(), inputs)
+        return torch.mm(outputs.t(), inputs, out=into)
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` on rows whose backward hands the output gradient on instead of computing a weight gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        math: FactorMath,
+        exchange: "FactorExchange",
+        call: Call,
+        *anchors: nn.Parameter,
+    ) -> torch.Tensor:
+        del anchors  # they only make the output require a gradient
+        ctx.math, ctx.exchange, ctx.call = math, exchange, call
+        ctx.save_for_backward(weight)
+        return math.output(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        ctx.exchange.returned(ctx.call, gradient)
+        input_gradient = ctx.math.input_gradient(gradient, weight) if ctx.needs_input_grad[0] else None
+        return (input_gradient, *[None] * (len(ctx.needs_input_grad) - 1))
+
+
+class FactorExchange(PairedRowsExchange):
+    """Sufficient factors of one fully connected layer."""
+
+    def __init__(self, layer: BoundLayer, group: Group, step: StepState) -> None:
+        weight = layer.module.weight
+        assert isinstance(weight, nn.Parameter)
+        out_features, in_features = layer.spec.matrix
+        super().__init__(
+            layer.name,
+            widths=(in_features, out_features),
+            dtypes=(weight.dtype, weight.dtype),
+            capacity=layer.spec.rows,
+            device=weight.device,
+            group=group,
+            step=step,
+        )
+        bias = getattr(layer.module, "bias", None)
+        self._weight = weight
+        self._bias = bias if isinstance(bias, nn.Parameter) else None
+        self._anchors = list(layer.parameters.values())
+        self._math: FactorMath = getattr(layer.module, "factor_math", LinearMath())
+        self._buffer: torch.Tensor | None = None
+        self.handles.append(ReplacedForward(layer.module, self._forward))
+
+    def _forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = input
+        if not torch.is_grad_enabled():
+            return self._math.output(x, self._weight, self._bias)
+        weight = self._weight.detach()
+        bias = None if self._bias is None else self._bias.detach()
+        device_type = x.device.type
+        if torch.is_autocast_enabled(device_type) and x.is_floating_point():
+            dtype = torch.get_autocast_dtype(device_type)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        with torch.autocast(device_type, enabled=False):
+            call = self._new_call(rows)
+            output = _Linear.apply(rows, weight, bias, self._math, self, call, *self._anchors)
+        return output if x.dim() == 2 else output.reshape(*x.shape[:-1], output.shape[-1])
+
+    def _new_call(self, rows: torch.Tensor) -> Call:
+        if inside_backward() and self.transfers[0].ready.is_set():
+            # Activation checkpointing runs the layer once more for the sake of what lies inside; its own factor has left.
+            return Call(-1, rows.detach())
+        return self.called(rows.detach())
+
+    def combine(self, firsts: list[torch.Tensor], seconds: list[torch.Tensor]) -> None:
+        """The mean over ranks of the weight's and the bias's gradient, each computed once."""
+        with self.step.working("rebuild", self.name):
+            dtype = self._weight.dtype
+            outputs = torch.cat([rows.to(dtype) for rows in seconds]).mul_(1.0 / self.group.world_size)
+            if self._weight.requires_grad:
+                inputs = torch.cat([rows.to(dtype) for rows in firsts])
+                self._rebuild_weight(outputs, inputs)
+            if self._bias is not None and self._bias.requires_grad:
+                total = outputs.sum(0)
+                self._bias.grad = total if self._bias.grad is None else self._bias.grad.add_(total)
+
+    def _rebuild_weight(self, outputs: torch.Tensor, inputs: torch.Tensor) -> None:
+        if self._weight.grad is not None:
+            self._math.rebuild(outputs, inputs, self._weight.grad, True)
+            return
+        self._buffer = self._math.rebuild(outputs, inputs, self._buffer, False)
+        self._weight.grad = self._buffer

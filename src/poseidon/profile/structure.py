@@ -1,0 +1,268 @@
+"""Which gradients are dense, which are outer products, which are touched rows: by looking, then by watching a step.
+
+What a module is says what its gradient could be. Whether it is so shows only when it runs: a weight may be used outside its
+module too, or the module's forward may never be called. So `StepWatch` watches one backward pass, counts rows, and compares a
+few rows of each weight's gradient with what the factors alone would give.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from poseidon.profile.graph import GradientStructure, LayerSpec, ModelProfile, TensorSpec
+
+SAMPLED_ROWS = 8
+"""Rows of a weight gradient that are compared with what the factors give."""
+
+
+def owned_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """The trainable parameters of each layer: of a module that owns some, by module name.
+
+    A parameter that several modules share belongs to the first of them in `named_modules` order.
+    """
+    seen: set[int] = set()
+    owned: dict[str, dict[str, nn.Parameter]] = {}
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                owned.setdefault(name, {})[parameter_name] = parameter
+    return owned
+
+
+def possible_structure(module: nn.Module, *, shared: set[int]) -> tuple[GradientStructure, str]:
+    """What the gradient of a module's weight could be, and why it is dense where the kind of module allows more.
+
+    Args:
+        module: A module that owns parameters.
+        shared: `id`s of the parameters that more than one module owns.
+    """
+    if type(module) is nn.Linear or hasattr(module, "factor_math"):
+        return _unless(GradientStructure.OUTER_PRODUCT, _reason_against(module, shared))
+    if type(module) in (nn.Embedding, nn.EmbeddingBag):
+        return _unless(GradientStructure.ROWS, _reason_against(module, shared) or _reason_against_rows(module))
+    return GradientStructure.DENSE, ""
+
+
+def _unless(structure: GradientStructure, reason: str) -> tuple[GradientStructure, str]:
+    return (GradientStructure.DENSE, reason) if reason else (structure, "")
+
+
+def _reason_against(module: nn.Module, shared: set[int]) -> str:
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    if id(weight) in shared:
+        return "its weight is tied: another module uses it too"
+    if not weight.requires_grad:
+        return "its weight is frozen"
+    if "forward" in module.__dict__:
+        return "its forward has been replaced on the instance"
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return "its weight has gradient hooks, which would not see a gradient of this rank"
+    return ""
+
+
+def _reason_against_rows(module: nn.Module) -> str:
+    assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    if module.max_norm is not None:
+        return "max_norm changes the rows that this rank looks up, and so the replicas would drift apart"
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq counts the lookups of one rank only"
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return "mode 'max' has no sparse gradient"
+    return ""
+
+
+def shared_parameters(model: nn.Module) -> set[int]:
+    """`id`s of the parameters that more than one module owns."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in set(module._parameters.values()):
+            if parameter is not None:
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return {key for key, count in owners.items() if count > 1}
+
+
+def profile_structure(model: nn.Module) -> ModelProfile:
+    """What can be said of a model without running it: layers in the order of its modules, possible structures, no rows."""
+    shared = shared_parameters(model)
+    layers = [
+        layer_spec(name, model.get_submodule(name), parameters, shared)
+        for name, parameters in owned_parameters(model).items()
+    ]
+    return ModelProfile(model=type(model).__name__, batch_size=0, layers=tuple(layers))
+
+
+def layer_spec(name: str, module: nn.Module, parameters: dict[str, nn.Parameter], shared: set[int]) -> LayerSpec:
+    """One layer as data."""
+    structure, reason = possible_structure(module, shared=shared)
+    if structure is not GradientStructure.DENSE:
+        parameters = dict(sorted(parameters.items(), key=lambda item: item[0] != "weight"))
+    return LayerSpec(
+        name=name,
+        kind=type(module).__name__,
+        parameters=tuple(
+            TensorSpec(
+                name=key,
+                shape=tuple(p.shape),
+                dtype=str(p.dtype).removeprefix("torch."),
+                num_bytes=p.numel() * p.element_size(),
+            )
+            for key, p in parameters.items()
+        ),
+        structure=structure,
+        reason=reason,
+        factor_num_bytes=next(iter(parameters.values())).element_size(),
+    )
+
+
+@dataclass
+class _Seen:
+    """What one backward pass showed of one layer."""
+
+    rows: int = 0
+    itemsize: int = 0
+    expected: torch.Tensor | None = None
+    """What the factors give for the sampled rows of the weight gradient."""
+    actual: torch.Tensor | None = None
+    """What autograd gave for them."""
+    sample: torch.Tensor | None = None
+    tolerance: float = 1e-3
+
+
+@dataclass
+class StepWatch:
+    """Watches forward and backward of a model until `profile` is called.
+
+    Install it before anything that changes gradients in autograd's hooks.
+    """
+
+    model: nn.Module
+    _seen: dict[str, _Seen] = field(default_factory=dict)
+    _forward_order: list[str] = field(default_factory=list)
+    _handles: list[Any] = field(default_factory=list)
+    _batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        base = profile_structure(self.model)
+        self._layers = {layer.name: layer for layer in base.layers}
+        for layer in base.layers:
+            module = self.model.get_submodule(layer.name)
+            self._handles.append(module.register_forward_pre_hook(lambda *_, n=layer.name: self._note_order(n)))
+            if layer.structure is GradientStructure.DENSE:
+                continue
+            seen = self._seen[layer.name] = _Seen()
+            watch = self._watch_factors if layer.structure is GradientStructure.OUTER_PRODUCT else self._watch_rows
+            self._handles.append(
+                module.register_forward_hook(lambda m, a, k, y, w=watch, s=seen: w(m, a, k, y, s), with_kwargs=True)
+            )
+            weight = module.weight
+            assert isinstance(weight, nn.Parameter)
+            self._handles.append(
+                weight.register_post_accumulate_grad_hook(lambda p, s=seen: self._take_actual(p, s))  # type: ignore[misc]
+            )
+
+    def _note_order(self, name: str) -> None:
+        if name not in self._forward_order:
+            self._forward_order.append(name)
+
+    def _watch_factors(self, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor, seen: _Seen) -> None:
+        if not output.requires_grad:
+            return
+        x = (args[0] if args else kwargs["input"]).detach()
+        out_features = output.shape[-1]
+        if seen.sample is None:
+            step = max(1, out_features // SAMPLED_ROWS)
+            seen.sample = torch.arange(0, out_features, step, device=output.device)[:SAMPLED_ROWS]
+
+        def take(gradient: torch.Tensor) -> None:
+            seen.rows += gradient.numel() // out_features
+            seen.itemsize = gradient.element_size()
+            if hasattr(module, "factor_math"):
+                return  # its numbers mean nothing
+            factor = gradient.reshape(-1, out_features)[:, seen.sample].float()
+            part = factor.t() @ x.reshape(-1, x.shape[-1]).float()
+            seen.expected = part if seen.expected is None else seen.expected + part
+            seen.tolerance = 0.1 if gradient.element_size() < x.new_empty(0).float().element_size() else 1e-3
+
+        output.register_hook(take)
+
+    def _watch_rows(self, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor, seen: _Seen) -> None:
+        if not output.requires_grad:
+            return
+        rows = torch.unique((args[0] if args else kwargs["input"]).detach())
+        if seen.sample is None:
+            untouched = _some_untouched(rows, module.num_embeddings)  # type: ignore[arg-type]
+            seen.sample, seen.expected = untouched, torch.zeros(untouched.shape[0], device=rows.device)
+
+        def take(gradient: torch.Tensor) -> None:
+            seen.rows += rows.numel()
+            seen.itemsize = gradient.element_size()
+
+        output.register_hook(take)
+
+    @staticmethod
+    def _take_actual(parameter: nn.Parameter, seen: _Seen) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse or seen.sample is None:
+            return
+        seen.actual = gradient[seen.sample].float()
+
+    def profile(self, batch_size: int = 0) -> ModelProfile:
+        """Ends the watching; layers in the order in which forward reached them, those it did not reach last."""
+        for handle in self._handles:
+            handle.remove()
+        order = self._forward_order + [name for name in self._layers if name not in self._forward_order]
+        return ModelProfile(
+            model=type(self.model).__name__,
+            batch_size=batch_size,
+            layers=tuple(self._judge(self._layers[name]) for name in order),
+        )
+
+    def _judge(self, layer: LayerSpec) -> LayerSpec:
+        seen = self._seen.get(layer.name)
+        if seen is None:
+            return layer
+        if not seen.rows:
+            if layer.structure is GradientStructure.ROWS:
+                return layer  # nothing looked up in this step; rows may come
+            return _as_dense(layer, "its forward was not called, or no gradient came back through it")
+        if seen.actual is not None and seen.expected is not None and not _agree(seen, layer.structure):
+            return _as_dense(layer, "its weight is used outside the module too: factors alone do not give its gradient")
+        return layer.model_copy(update={"rows": seen.rows, "factor_num_bytes": seen.itemsize})
+
+
+def _agree(seen: _Seen, structure: GradientStructure) -> bool:
+    assert seen.actual is not None
+    assert seen.expected is not None
+    if structure is GradientStructure.ROWS:
+        return not bool(seen.actual.any())
+    difference = torch.linalg.vector_norm(seen.actual - seen.expected)
+    return bool(difference <= seen.tolerance * torch.linalg.vector_norm(seen.actual) + torch.finfo(torch.float32).tiny)
+
+
+def _as_dense(layer: LayerSpec, reason: str) -> LayerSpec:
+    return layer.model_copy(update={"structure": GradientStructure.DENSE, "reason": reason})
+
+
+def _some_untouched(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """A few row numbers that are not among `rows`."""
+    candidates = torch.linspace(0, count - 1, min(count, 4 * SAMPLED_ROWS), device=rows.device).long()
+    return candidates[~torch.isin(candidates, rows)][:SAMPLED_ROWS]
+
+
+def merge(profiles: list[ModelProfile]) -> ModelProfile:
+    """One profile from those of all ranks: the first one's order, the most rows, dense where any rank says so."""
+    merged = []
+    for layer in profiles[0].layers:
+        same = [next(other for other in profile.layers if other.name == layer.name) for profile in profiles]
+        dense = next((other for other in same if other.reason and not other.rows), None)
+        rows = max(other.rows for other in same)
+        if dense is not None and (rows == 0 or "not called" not in dense.reason):
+            merged.append(_as_dense(layer, dense.reason))
+        else:
+            seen = next((other for other in same if other.rows), layer)
+            merged.append(seen.model_copy(update={"rows": rows}))
+    return profiles[0].model_copy(update={"layers": tuple(merged)})

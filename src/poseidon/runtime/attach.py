@@ -1,0 +1,323 @@
+"""`attach`: puts a plan to work on a model in place, and the `Run` that results.
+
+DDP's contract holds. Replicas start equal; the model's class, parameters and `state_dict` stay; when `backward()`
+returns, `p.grad` is the mean over all ranks (layers on `sharded_server` excepted: there the optimizer owns the mean).
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from poseidon.comm.all_reduce import VOTE_AFTER, BucketExchange
+from poseidon.comm.capture import Removable
+from poseidon.comm.group import Group
+from poseidon.comm.scheme import TAGS_PER_EXCHANGE, BoundLayer, CommScheme, Exchange, StepState, Transfer
+from poseidon.errors import InfeasibleError
+from poseidon.plan import Plan
+from poseidon.profile.structure import owned_parameters
+from poseidon.runtime.comm_thread import CommThread
+from poseidon.runtime.hooks import PassHooks
+from poseidon.runtime.recorder import Recorder
+from poseidon.runtime.replicas import broadcast_buffers, broadcast_model, check_replicas, check_same_model
+from poseidon.timeline import Activity, Timeline
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """A model under a plan: made by `attach`, undone by `detach`.
+
+    Args:
+        model: The root module, changed in place.
+        optimizer: Any `torch.optim` optimizer over its parameters; None if the caller updates them in another way.
+        plan: How the gradients cross the network.
+        group: The ranks.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, group: Group) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.group = group
+        self.plan = plan
+        self.recorder = Recorder(group.rank)
+        self.settled = True
+        """False while schemes are still being tried out; steps taken meanwhile are as exact as any."""
+        self.on_exchanged: Callable[[], None] = lambda: None
+        """Called at the end of each synchronized backward pass, gradients final; may call `adopt`."""
+        self._state = StepState()
+        self._state.on_work = lambda activity, name, start, end: self.recorder.add(activity, name, start, end)
+        self._threads = CommThread(group.liveness) if group.world_size > 1 else None
+        self._hooks = PassHooks(
+            model,
+            on_forward=self._on_forward,
+            on_backward_start=self._on_backward_start,
+            on_backward_end=self._on_backward_end,
+        )
+        self._state.on_backward = self._hooks.backward_is_under_way
+        self._exchanges: list[Exchange] = []
+        self._schedule: list[Transfer] = []
+        self._begun = False
+        self._misplaced = 0
+        self.last_arrivals: list[str] = []
+        """The layers in the order in which the last exchange's gradients became ready on this rank."""
+        self.label = "plan"
+        """What the timeline calls the steps from now on."""
+        self._optimizer_handles: list[Removable] = []
+        if optimizer is not None:
+            self._optimizer_handles = [
+                optimizer.register_step_pre_hook(self._before_optimizer),
+                optimizer.register_step_post_hook(self._after_optimizer),
+            ]
+        self._bind()
+
+    # For the training loop
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes in here accumulate on this rank; nothing is sent until the next one outside."""
+        before, self._state.syncing = self._state.syncing, False
+        try:
+            yield
+        finally:
+            self._state.syncing = before
+
+    def empty_step(self) -> None:
+        """Takes part in an exchange without a forward and backward pass: this rank has no samples left."""
+        self._state.syncing = True
+        self._exchange()
+
+    def check_replicas(self) -> None:
+        """Proves that every rank holds the same parameters, bit by bit.
+
+        Raises:
+            CommError: They differ; the first difference is named.
+        """
+        check_replicas(self.model, self.group, self._state.index)
+
+    def sync_buffers(self) -> None:
+        """Gives every rank rank 0's buffers (running statistics); do it before evaluating or saving."""
+        broadcast_buffers(self.model, self.group)
+        self.recorder.restart()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What happened when in the last steps on this rank."""
+        return self.recorder.timeline
+
+    @property
+    def num_exchanges(self) -> int:
+        """How many times gradients were exchanged."""
+        return self._state.index
+
+    def detach(self) -> None:
+        """Undoes `attach`, on all ranks together: the model and the optimizer are as if they had never been touched."""
+        self._unbind()
+        self._hooks.remove()
+        for handle in self._optimizer_handles:
+            handle.remove()
+        if self._threads is not None:
+            self._threads.close()
+
+    # Changing the plan
+
+    def adopt(self, plan: Plan, label: str = "plan") -> None:
+        """Goes on under another plan; only between exchanges, and on all ranks together.
+
+        Raises:
+            InfeasibleError: The plan is for another model, another number of ranks or another optimizer.
+        """
+        check_plan(plan, self.model, self.group)
+        self._unbind()
+        self.plan, self.label = plan, label
+        self._bind()
+
+    def _bind(self) -> None:
+        if self.group.world_size == 1:
+            return
+        self.group.connections = min(self.plan.connections, self.group.max_connections)
+        self._exchanges = bind(self.plan, self.model, self.optimizer, self.group, self._state)
+        self._schedule = schedule(self.plan, self._exchanges)
+        self._begun = False
+
+    def _unbind(self) -> None:
+        for exchange in reversed(self._exchanges):
+            exchange.detach()
+        self._exchanges = []
+
+    def _begin(self) -> None:
+        """Hands the step's schedule to the communication threads, once in every step."""
+        if self._exchanges and not self._begun:
+            assert self._threads is not None
+            self._threads.begin(self._schedule)
+            self._begun = True
+
+    # What autograd tells
+
+    def _on_forward(self, before: bool) -> None:
+        if before:
+            self.recorder.begin(Activity.FORWARD)
+            if self.plan.wait_free and self._state.syncing:
+                self._begin()
+        else:
+            self.recorder.end(Activity.FORWARD)
+
+    def _on_backward_start(self) -> None:
+        self.recorder.begin(Activity.BACKWARD)
+        if self.plan.wait_free and self._state.syncing:
+            self._begin()
+
+    def _on_backward_end(self) -> None:
+        self.recorder.end(Activity.BACKWARD)
+        if self._state.syncing:
+            self._exchange()
+        else:
+            for exchange in self._exchanges:
+                exchange.end_unsynced()
+
+    def _exchange(self) -> None:
+        """Waits for what is under way, finishes each gradient as its transfers end, and closes the step."""
+        if self._exchanges:
+            for exchange in self._exchanges:
+                exchange.flush()
+            self._begin()
+            self._finish()
+            self.recorder.add_transfers(self._schedule)
+        self.recorder.close_step(self._state.index, self.label)
+        self._state.index += 1
+        self._state.arrivals, self.last_arrivals = [], self._state.arrivals
+        reorder = any(exchange.wants_new_order() for exchange in self._exchanges)
+        for exchange in self._exchanges:
+            exchange.reset()
+        self._begun = False
+        if reorder:
+            self._reorder()
+        else:
+            self._vote()
+        self.on_exchanged()
+
+    def _finish(self) -> None:
+        late = []
+        for exchange in sorted(self._exchanges, key=lambda e: self._schedule.index(e.transfers[-1])):
+            for transfer in exchange.transfers:
+                self._wait(transfer)
+            if exchange.needs_repair():
+                late.append(exchange)
+            else:
+                exchange.finish()
+        for exchange, pending in [(exchange, exchange.repair()) for exchange in late]:
+            start = time.time()
+            pending.wait()
+            self.recorder.add(Activity.EXPOSED, exchange.name, start, time.time(), pending.num_bytes)
+            exchange.finish()
+
+    def _wait(self, transfer: Transfer) -> None:
+        assert self._threads is not None
+        if not transfer.done.is_set():
+            start = time.time()
+            self._threads.wait(transfer)
+            self.recorder.add(Activity.EXPOSED, transfer.name, start, time.time())
+        self._threads.wait(transfer)
+
+    # Order of arrival
+
+    def _vote(self) -> None:
+        """On rank 0: votes for new buckets once gradients have come in another order several times in a row."""
+        planned = [name for name in self.plan.arrival if name in self.last_arrivals]
+        self._misplaced = self._misplaced + 1 if planned != self.last_arrivals else 0
+        buckets = [exchange for exchange in self._exchanges if isinstance(exchange, BucketExchange)]
+        if buckets and self.group.rank == 0:
+            buckets[0].vote_for_new_order = self._misplaced >= VOTE_AFTER
+
+    def _reorder(self) -> None:
+        seen = self.last_arrivals
+        mine = [*dict.fromkeys(seen), *(name for name in self.plan.arrival if name not in seen)]
+        arrival = json.loads(self.group.broadcast_text(json.dumps(mine), "sending the order of arrival"))
+        if self.group.rank == 0:
+            log.info("gradients arrive in another order than planned: new buckets from exchange %d on", self._state.index)
+        self._misplaced = 0
+        self.adopt(self.plan.model_copy(update={"arrival": tuple(arrival)}), self.label)
+
+    # The optimizer
+
+    def _before_optimizer(self, *_: object) -> None:
+        self.recorder.begin(Activity.OPTIMIZER)
+
+    def _after_optimizer(self, *_: object) -> None:
+        self.recorder.end(Activity.OPTIMIZER)
+        pendings = [(exchange.name, exchange.after_optimizer()) for exchange in self._exchanges]
+        for name, pending in pendings:
+            if pending is not None:
+                start = time.time()
+                pending.wait()
+                self.recorder.add(Activity.EXPOSED, f"{name} (gather)", start, time.time(), pending.num_bytes)
+
+
+def attach(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, group: Group
+) -> Run:
+    """Makes the replicas equal and puts a plan to work on them, in place.
+
+    Args:
+        model: The root module, built alike on every rank.
+        optimizer: Over the model's parameters; needed where a layer uses `sharded_server`.
+        plan: For this model and this number of ranks.
+        group: From `join.init`.
+
+    Returns:
+        The run; training goes on with the caller's own loop.
+
+    Raises:
+        InfeasibleError: The models differ between ranks, or the plan does not fit them; the first difference is named.
+    """
+    check_same_model(model, group)
+    check_plan(plan, model, group)
+    broadcast_model(model, group)
+    return Run(model, optimizer, plan, group)
+
+
+def check_plan(plan: Plan, model: nn.Module, group: Group) -> None:
+    """Raises InfeasibleError with the first difference between a plan and what it is to be put to work on."""
+    if plan.world_size != group.world_size:
+        raise InfeasibleError(f"the plan is for {plan.world_size} ranks, but {group.world_size} are here; make a new plan")
+    owned = owned_parameters(model)
+    for name in sorted(set(owned) ^ set(plan.schemes)):
+        where = "the model has no such layer" if name in plan.schemes else "the plan does not mention it"
+        raise InfeasibleError(f"the plan does not fit the model at layer {name!r}: {where}; make a new plan")
+    for name, layer in plan.layers.items():
+        here = {key: tuple(p.shape) for key, p in owned[name].items()}
+        there = {tensor.name: tensor.shape for tensor in layer.parameters}
+        if here != there:
+            raise InfeasibleError(
+                f"the plan does not fit the model at layer {name!r}: planned for {there}, found {here}; make a new plan"
+            )
+
+
+def bind(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group, state: StepState
+) -> list[Exchange]:
+    """Puts each scheme to work on its layers; equal schemes with equal parameters share one call, and so buckets."""
+    owned = owned_parameters(model)
+    together: dict[CommScheme, list[BoundLayer]] = {}
+    for name in plan.arrival:
+        layer = BoundLayer(
+            spec=plan.layers[name], module=model.get_submodule(name), parameters=owned[name], optimizer=optimizer
+        )
+        together.setdefault(plan.schemes[name], []).append(layer)
+    exchanges = [e for scheme, layers in together.items() for e in scheme.bind(layers, group, state)]
+    for number, exchange in enumerate(exchanges):
+        exchange.tag = (number + 1) * TAGS_PER_EXCHANGE
+    return exchanges
+
+
+def schedule(plan: Plan, exchanges: Sequence[Exchange]) -> list[Transfer]:
+    """The fixed order: what the forward pass makes ready, in its order, then what backward makes ready, in its order."""
+    forward = {layer.name: index for index, layer in enumerate(plan.profile.layers)}
+    arrival = {name: index for index, name in enumerate(plan.arrival)}
+    early = sorted((e for e in exchanges if e.early), key=lambda e: min(forward[name] for name in e.layers))
+    late = sorted(exchanges, key=lambda e: max(arrival[name] for name in e.layers))
+    return [t for e in early for t in e.early] + [t for e in late for t in e.transfers if t not in e.early]

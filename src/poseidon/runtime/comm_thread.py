@@ -1,0 +1,97 @@
+"""Issues the plan's schedule: the same transfers in the same order on every rank, step after step.
+
+One thread issues. It takes the transfers one by one, waits until the training thread has made the next one ready, and
+starts it; nothing overtakes, so ranks can neither deadlock nor mix up messages. A second thread waits for what was started and
+finishes it. The training thread only sets flags, and waits at the end of the backward pass.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from poseidon.comm.liveness import Liveness
+from poseidon.comm.scheme import Transfer
+from poseidon.errors import CommError, PeerLostError, PoseidonError
+
+LOOK_UP_SECONDS = 0.2
+"""How often a waiting training thread looks whether all ranks are still there."""
+
+
+class CommThread:
+    """The communication threads of one rank.
+
+    Args:
+        liveness: Who is still there; None where nobody watches.
+    """
+
+    def __init__(self, liveness: Liveness | None) -> None:
+        self._liveness = liveness
+        self._steps: queue.SimpleQueue[Sequence[Transfer] | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._issue_all, name="poseidon-issue", daemon=True),
+            threading.Thread(target=self._complete_all, name="poseidon-complete", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, schedule: Sequence[Transfer]) -> None:
+        """Hands over the transfers of one step, in the order in which they are to be issued."""
+        self._steps.put(schedule)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Blocks the training thread until a transfer has ended.
+
+        Raises:
+            CommError: The transfer failed.
+            PeerLostError: A rank fell silent.
+        """
+        while not transfer.done.wait(LOOK_UP_SECONDS):
+            self._check(transfer)
+        if self._failure is not None:
+            raise self._failure
+
+    def _check(self, transfer: Transfer) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._liveness is not None and (lost := self._liveness.lost()):
+            raise PeerLostError(f"{transfer.name} cannot end: {lost}")
+
+    def close(self) -> None:
+        """Ends both threads after the current step; a schedule that waits for data is given up."""
+        self._closing = True
+        self._steps.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def _issue_all(self) -> None:
+        while (schedule := self._steps.get()) is not None:
+            for transfer in schedule:
+                while not transfer.ready.wait(LOOK_UP_SECONDS):
+                    if self._closing:
+                        self._started.put(None)
+                        return
+                if not self._guarded(transfer.issue):
+                    transfer.done.set()
+                self._started.put(transfer)
+        self._started.put(None)
+
+    def _complete_all(self) -> None:
+        while (transfer := self._started.get()) is not None:
+            if self._failure is None:
+                self._guarded(transfer.complete)
+            transfer.done.set()
+
+    def _guarded(self, action: Callable[[], None]) -> bool:
+        """Runs one action; its error goes to the training thread."""
+        try:
+            action()
+        except PoseidonError as error:
+            self._failure = self._failure or error
+            return False
+        except RuntimeError as error:
+            self._failure = self._failure or CommError(f"a communication thread failed: {error}")
+            return False
+        return True

@@ -1,0 +1,74 @@
+"""Where a training step begins and ends, as autograd shows it.
+
+The model's forward is seen by its own hooks. Backward begins when the gradient of the model's output arrives, or the first
+gradient of a parameter, and its end is a callback of the autograd engine: it runs inside `backward()`, so that all is
+done when that returns.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from poseidon.comm.capture import Removable
+
+
+class PassHooks:
+    """Calls back around the forward and the backward passes of a model.
+
+    Args:
+        model: The root module.
+        on_forward: Called with True before and with False after each forward that builds a graph.
+        on_backward_start: Called once when a backward pass begins.
+        on_backward_end: Called inside `backward()` when autograd has finished.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        on_forward: Callable[[bool], None],
+        on_backward_start: Callable[[], None],
+        on_backward_end: Callable[[], None],
+    ) -> None:
+        self._on_forward = on_forward
+        self._on_start = on_backward_start
+        self._on_end = on_backward_end
+        self._in_backward = False
+        self._handles: list[Removable] = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward),
+        ]
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._on_forward(True)
+
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._on_forward(False)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self.backward_is_under_way())
+
+    def backward_is_under_way(self) -> None:
+        """Told by whatever notices first."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._on_start()
+        Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        self._in_backward = False
+        self._on_end()
+
+    def remove(self) -> None:
+        """Takes the hooks out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,180 @@
+"""Joining the ranks that torchrun, a launcher of ours or anything else that sets torch's variables has started."""
+
+import logging
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from poseidon.comm.group import Group
+from poseidon.comm.liveness import Liveness
+from poseidon.errors import CommError, ConfigError
+
+log = logging.getLogger(__name__)
+
+JOIN_SECONDS = 120.0
+"""How long to wait for the other ranks to start."""
+EXCHANGE_SECONDS = 1800.0
+"""Deadline of a single exchange while every rank shows signs of life."""
+
+_joined: dict[str, Any] = {}
+"""What `init` made in this process: the group, and what `shutdown` has to undo."""
+
+
+def init(*, connections: int = 1) -> Group:
+    """Joins the other ranks, or stays alone where no launcher has set RANK and WORLD_SIZE.
+
+    Chooses the network interface by the route to MASTER_ADDR, listens on no other, and gives torch the cores of
+    this host divided by the ranks on it unless OMP_NUM_THREADS says otherwise. A process group that exists is used.
+
+    Args:
+        connections: Connections to each peer that a plan may use.
+
+    Returns:
+        The group of all ranks.
+
+    Raises:
+        ConfigError: The launcher's variables are incomplete or contradict each other.
+        CommError: The others did not come in time, or could not be reached.
+    """
+    if "group" in _joined:
+        group: Group = _joined["group"]
+        return group
+    set_threads()
+    if not dist.is_initialized():
+        _join()
+    liveness = _watch() if dist.is_initialized() and dist.get_world_size() > 1 else None
+    _joined["liveness"] = liveness
+    _joined["group"] = Group.of_default(connections=connections, liveness=liveness)
+    return group_of_process()
+
+
+def group_of_process() -> Group:
+    """The group that `init` made; calls `init` if nobody has.
+
+    Raises:
+        ConfigError: As `init`.
+        CommError: As `init`.
+    """
+    return _joined["group"] if "group" in _joined else init()
+
+
+def shutdown(reason: str = "") -> None:
+    """Leaves the group; a reason tells the others why this rank ends early."""
+    liveness = _joined.pop("liveness", None)
+    _joined.pop("group", None)
+    if liveness is not None:
+        liveness.close(reason)
+    if _joined.pop("made_group", False) and dist.is_initialized() and not reason:
+        dist.destroy_process_group()
+    _joined.clear()
+
+
+def set_threads() -> None:
+    """Gives torch this rank's share of the cores, unless OMP_NUM_THREADS has said how many it may use."""
+    if "OMP_NUM_THREADS" in os.environ and not _set_by_torchrun():
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = _number("LOCAL_WORLD_SIZE", 1)
+    threads = max(1, cores // ranks)
+    torch.set_num_threads(threads)
+    log.info("computing with %d of %d cores (%d ranks on this host)", threads, cores, ranks)
+
+
+def _set_by_torchrun() -> bool:
+    """torchrun sets 1 thread when nobody said anything; that is its caution, not the user's wish."""
+    return os.environ["OMP_NUM_THREADS"] == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"cannot join the other ranks: {name}={text!r} is not a whole number") from error
+
+
+def _join() -> None:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"cannot join the other ranks: {', '.join(missing)} not set; start with torchrun or `poseidon lab`, or set all four"
+        )
+    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"cannot join the other ranks: RANK={rank} is not below WORLD_SIZE={world_size}")
+    choose_interface(os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    timeout = timedelta(seconds=EXCHANGE_SECONDS)
+    try:
+        store = _store(rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except (RuntimeError, OSError) as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise CommError(
+            f"rank {rank} could not join the other {world_size - 1} through "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {first_line}; is rank 0 running, and is the port open?"
+        ) from error
+    _joined["made_group"] = True
+    _joined["store"] = store
+
+
+def _store(rank: int, world_size: int) -> dist.Store:
+    """The rendezvous store; rank 0 hosts it on the chosen interface only, unless the launcher hosts one."""
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    timeout = timedelta(seconds=JOIN_SECONDS)
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(128)
+        hosted = dist.TCPStore(
+            address, port, None, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
+        _joined["hosted"] = hosted
+    return _client(address, port, world_size)
+
+
+def _client(address: str, port: int, world_size: int) -> dist.Store:
+    store = dist.TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
+    return dist.PrefixStore(f"poseidon/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}/{_attempt()}", store)
+
+
+def _attempt() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _watch() -> Liveness | None:
+    """Watches over the ranks through a store connection of its own; None where the group came without a TCP store."""
+    if "store" not in _joined:
+        return None
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    return Liveness(lambda: _client(address, port, dist.get_world_size()), dist.get_rank(), dist.get_world_size())
+
+
+def choose_interface(address: str, port: int) -> None:
+    """Names the interface that leads to the rendezvous to gloo and NCCL, unless the user has named one."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        info = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(info[4])
+            local = probe.getsockname()[0]
+    except OSError as error:
+        raise CommError(
+            f"cannot find a route to MASTER_ADDR={address}: {error.strerror or error}; check the name and the network"
+        ) from error
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == local for entry in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            log.info("using interface %s (%s), which leads to %s", name, local, address)
+            return
