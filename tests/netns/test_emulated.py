@@ -137,14 +137,15 @@ def test_hosts_know_each_other_by_name(pair: EmulatedCluster) -> None:
 
 def test_what_runs_on_a_host_ends_with_the_cluster() -> None:
     """Also what has left its process group and session."""
+    nap = f"86401.{os.getpid()}"
     with EmulatedCluster(ClusterSpec.uniform(num_hosts=1, bandwidth="1Gbit/s")) as cluster:
-        script = "setsid sleep 8651.25 & sleep 8651.25 & echo started; wait"
+        script = f"setsid sleep {nap} & sleep {nap} & echo started; wait"
         process = cluster.start(["sh", "-c", script], host="host0")
         assert process.stdout is not None
         assert process.stdout.readline() == b"started\n"
     with process:
         pass
-    found = subprocess.run(["pgrep", "-f", "sleep 8651.25"], capture_output=True, text=True, check=False)
+    found = subprocess.run(["pgrep", "-f", f"sleep {nap}"], capture_output=True, text=True, check=False)
     assert found.stdout == ""
 
 

@@ -47,10 +47,10 @@ def sleeping(seconds: str) -> int:
     return sum(process.info["cmdline"] == ["sleep", seconds] for process in psutil.process_iter(["cmdline"]))
 
 
-def network_namespaces() -> set[int]:
-    """Every network namespace that a thread is in."""
+def network_namespaces(process: int | str = "[0-9]*") -> set[int]:
+    """The network namespaces that threads are in, of one process or of all."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*/task/[0-9]*/ns/net"):
+    for path in Path("/proc").glob(f"{process}/task/[0-9]*/ns/net"):
         try:
             found.add(path.stat().st_ino)
         except OSError:
@@ -109,42 +109,46 @@ def test_links_change_while_the_command_runs() -> None:
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGSEGV, -signal.SIGSEGV)],
 )
 def test_however_it_ends_nothing_is_left(number: signal.Signals, code: int) -> None:
-    seconds = f"{8660 + number}.25"
+    seconds = f"{86410 + number}.{os.getpid()}"
     script = f"setsid sleep {seconds} & (sleep {seconds} &); exec sleep {seconds}"
-    namespaces, interfaces = network_namespaces(), os.listdir("/sys/class/net")
+    interfaces = os.listdir("/sys/class/net")
     with subprocess.Popen([*POSEIDON, "lab", "--hosts", "2", "--", "sh", "-c", script]) as process:
         assert eventually(lambda: sleeping(seconds) == 6)
+        made = network_namespaces(process.pid) - network_namespaces(os.getpid())
+        assert len(made) == 3
         assert os.listdir("/sys/class/net") == interfaces
         process.send_signal(number)
     assert process.returncode == code
     assert eventually(lambda: sleeping(seconds) == 0)
-    assert eventually(lambda: network_namespaces() <= namespaces)
+    assert eventually(lambda: not network_namespaces() & made)
 
 
 def test_two_labs_at_once_do_not_meet() -> None:
     """Same addresses, same ports, each its own network; the end of one leaves the other alone."""
-    script = "sleep 8671.25 & read -r line < /proc/$$/net/dev; echo up; wait"
+    seconds = f"86402.{os.getpid()}"
+    command = [*POSEIDON, "lab", "--hosts", "2", "--", "sleep", seconds]
     with (
-        subprocess.Popen([*POSEIDON, "lab", "--hosts", "2", "--", "sh", "-c", script], stdout=subprocess.PIPE) as one,
-        subprocess.Popen([*POSEIDON, "lab", "--hosts", "2", "--", "sh", "-c", script], stdout=subprocess.PIPE) as two,
+        subprocess.Popen(command) as one,
+        subprocess.Popen(command) as two,
     ):
-        assert eventually(lambda: sleeping("8671.25") == 4)
+        assert eventually(lambda: sleeping(seconds) == 4)
         one.kill()
         one.wait()
-        assert eventually(lambda: sleeping("8671.25") == 2)
+        assert eventually(lambda: sleeping(seconds) == 2)
         done = lab("--hosts", "2", "--link", "100Mbit/s", "--check")
         assert done.returncode == 0, done.stderr
-        assert sleeping("8671.25") == 2
+        assert sleeping(seconds) == 2
         assert two.poll() is None
         two.terminate()
         assert two.wait(20) == 143
-    assert sleeping("8671.25") == 0
+    assert sleeping(seconds) == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.skipif(not (shutil.which("setpriv") and shutil.which("unshare")), reason="needs setpriv and unshare")
 def test_an_ordinary_user_gets_hosts_too() -> None:
     """By way of a user namespace, with links as good and as little left behind."""
+    seconds = f"86403.{os.getpid()}"
     with tempfile.TemporaryDirectory() as home:
         os.chmod(home, 0o777)
         become = ["unshare", "--mount", "sh", "-c", AS_NOBODY, "sh", sys.base_prefix, "env", f"HOME={home}"]
@@ -157,7 +161,31 @@ def test_an_ordinary_user_gets_hosts_too() -> None:
             pytest.skip(f"nobody cannot read this Python: {done.stderr.strip()}")
         assert done.returncode == 0, done.stderr
         assert re.findall(r"\[host\d\] +0 +65534 +1", done.stdout)
-        with subprocess.Popen([*become, *POSEIDON, "lab", "--", "sh", "-c", "sleep 8681.25 & wait"]) as process:
-            assert eventually(lambda: sleeping("8681.25") == 2)
+        with subprocess.Popen([*become, *POSEIDON, "lab", "--", "sh", "-c", f"sleep {seconds} & wait"]) as process:
+            assert eventually(lambda: sleeping(seconds) == 2)
             process.kill()
-        assert eventually(lambda: sleeping("8681.25") == 0)
+        assert eventually(lambda: sleeping(seconds) == 0)
+
+
+@pytest.mark.skipif(not (shutil.which("setpriv") and shutil.which("unshare")), reason="needs setpriv and unshare")
+def test_what_the_system_forbids_is_said_in_one_line() -> None:
+    """Without SYS_ADMIN, and without user namespaces either."""
+    forbid = "echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin"
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "sh",
+        "-c",
+        f'{forbid} "$@"',
+        "sh",
+        *POSEIDON,
+        "lab",
+        "--",
+        "true",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "unshare(CLONE_NEWNET) fails with Operation not permitted (errno 1)" in done.stderr
+    assert "unshare(CLONE_NEWUSER) fails with No space left on device (errno 28)" in done.stderr
+    assert "user.max_user_namespaces" in done.stderr

@@ -19,6 +19,8 @@ from poseidon.launch.local import LabEngine, LoopbackEngine, engine_for
 from poseidon.launch.output import LineSplitter
 
 Lines = list[tuple[str, str]]
+NAP = f"86400.{os.getpid()}"
+"""Seconds that no other process on this machine sleeps for."""
 
 
 def launch(script: str, *, num_ranks: int = 2, grace_s: float = 10.0, env: dict[str, str] | None = None) -> Lines:
@@ -110,15 +112,15 @@ def test_who_does_not_end_when_asked_is_killed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_a_rank_left_running_ends_with_it() -> None:
-    launch("sleep 8641.25 & exit 0", num_ranks=1)
-    assert running("sleep", "8641.25") == []
+    launch(f"sleep {NAP} & exit 0", num_ranks=1)
+    assert running("sleep", NAP) == []
 
 
 def test_leaving_the_block_ends_every_rank() -> None:
     with LoopbackEngine(2) as engine:
-        engine.start(["sleep", "8642.25"], on_line=lambda *_: None)
-        assert eventually(lambda: len(running("sleep", "8642.25")) == 2)
-    assert running("sleep", "8642.25") == []
+        engine.start(["sleep", NAP], on_line=lambda *_: None)
+        assert eventually(lambda: len(running("sleep", NAP)) == 2)
+    assert running("sleep", NAP) == []
 
 
 def test_output_that_nobody_takes_ends_every_rank() -> None:
@@ -126,8 +128,8 @@ def test_output_that_nobody_takes_ends_every_rank() -> None:
         raise BrokenPipeError(f"{label}: {line}")
 
     with pytest.raises(BrokenPipeError):
-        LoopbackEngine(2).run(["sh", "-c", "echo 1; exec sleep 8643.25"], on_line=refuse)
-    assert running("sleep", "8643.25") == []
+        LoopbackEngine(2).run(["sh", "-c", f"echo 1; exec sleep {NAP}"], on_line=refuse)
+    assert running("sleep", NAP) == []
 
 
 def test_waiting_without_a_start_is_refused() -> None:
@@ -138,14 +140,14 @@ def test_waiting_without_a_start_is_refused() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_launcher_that_is_killed_leaves_nothing(number: signal.Signals) -> None:
     """Neither the ranks nor what they started, in their process group."""
-    program = """
+    program = f"""
         from poseidon.launch.local import LoopbackEngine
-        LoopbackEngine(2).run(["sh", "-c", "sleep 8644.25 & sleep 8644.25"], on_line=lambda *_: None)
+        LoopbackEngine(2).run(["sh", "-c", "sleep {NAP} & sleep {NAP}"], on_line=lambda *_: None)
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) as launcher:
-        assert eventually(lambda: len(running("sleep", "8644.25")) == 4)
+        assert eventually(lambda: len(running("sleep", NAP)) == 4)
         launcher.send_signal(number)
-    assert eventually(lambda: running("sleep", "8644.25") == [])
+    assert eventually(lambda: running("sleep", NAP) == [])
 
 
 def test_the_keeper_forgets_what_it_is_told_to() -> None:
@@ -165,20 +167,20 @@ def test_the_keeper_forgets_what_it_is_told_to() -> None:
 
 @pytest.mark.multiprocess
 def test_ranks_meet_at_the_port_that_the_launcher_holds() -> None:
-    """The store listens on 127.0.0.1 only, and a group can be made twice."""
+    """And it listens on 127.0.0.1 only."""
     program = """
         import os, torch, torch.distributed as dist
-        for _ in range(2):
-            dist.init_process_group("gloo")
-            total = torch.tensor([float(dist.get_rank() + 1)])
-            dist.all_reduce(total)
-            value = total.item()
-            del total
-            dist.barrier()
-            dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        total = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(total)
+        value = total.item()
+        del total
+        dist.barrier()
         port = f":{int(os.environ['MASTER_PORT']):04X}"
         rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
         print(value, *{row[1].removesuffix(port) for row in rows if row[1].endswith(port) and row[3] == "0A"})
+        dist.barrier()
+        dist.destroy_process_group()
     """
     lines: Lines = []
     LoopbackEngine(2).run([sys.executable, "-c", textwrap.dedent(program)], on_line=lambda *line: lines.append(line))

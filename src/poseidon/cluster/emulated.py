@@ -277,10 +277,13 @@ def _set_up_host(address: str, rate: float) -> None:
 
 
 def _name_hosts(addresses: Mapping[str, str]) -> None:
-    """Puts the hosts' names into what the commands see as /etc/hosts; without mounts they do with addresses."""
+    """Puts the hosts' names into what the commands see as /etc/hosts; without mounts they do with addresses.
+
+    The mapped form of an address is what torch looks up for a peer, and says so aloud when it finds no name.
+    """
     try:
         known = _HOSTS_FILE.read_text(encoding="utf-8", errors="replace")
-        names = "".join(f"{address}\t{name}\n" for name, address in addresses.items())
+        names = "".join(f"{address}\t{name}\n::ffff:{address}\t{name}\n" for name, address in addresses.items())
         replace_file(str(_HOSTS_FILE), names + known)
     except OSError as error:
         logger.debug("hosts have addresses only: %s", error)

@@ -31,7 +31,11 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class LoopbackEngine(Engine):
-    """Every rank on 127.0.0.1; the launcher binds the port of the rendezvous and never lets go of it."""
+    """Every rank on 127.0.0.1; the launcher binds the port of the rendezvous and never lets go of it.
+
+    As under torchrun, the store outlives the ranks' group: a rank makes its default group once, since a second one of
+    the same name would find the addresses of the first.
+    """
 
     def __init__(self, num_ranks: int, *, grace_s: float = GRACE_S) -> None:
         self._places = _places([num_ranks])
