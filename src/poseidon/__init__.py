@@ -1,3 +1,53 @@
-"""Poseidon trains PyTorch models over the hosts and the network that people actually have."""
+"""Poseidon trains PyTorch models over the hosts and the network that people actually have.
+
+```python
+import poseidon
+
+poseidon.init()                                   # joins what torchrun or `poseidon lab` has started
+run = poseidon.distribute(model, optimizer)       # in place; the training loop stays as it is
+```
+
+The names below are imported when they are first used, so that `poseidon --help` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from poseidon.auto import distribute as distribute
+    from poseidon.cluster.rates import Rates as Rates
+    from poseidon.plan import Plan as Plan
+    from poseidon.planner.rules import choose_plan as choose_plan
+    from poseidon.profile.graph import ModelProfile as ModelProfile
+    from poseidon.runtime.attach import Run as Run
+    from poseidon.runtime.join import init as init
+    from poseidon.runtime.join import shutdown as shutdown
+    from poseidon.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "ModelProfile": "poseidon.profile.graph",
+    "Plan": "poseidon.plan",
+    "Rates": "poseidon.cluster.rates",
+    "Run": "poseidon.runtime.attach",
+    "Timeline": "poseidon.timeline",
+    "choose_plan": "poseidon.planner.rules",
+    "distribute": "poseidon.auto",
+    "init": "poseidon.runtime.join",
+    "shutdown": "poseidon.runtime.join",
+}
+
+__all__ = ["ModelProfile", "Plan", "Rates", "Run", "Timeline", "choose_plan", "distribute", "init", "shutdown"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'poseidon' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

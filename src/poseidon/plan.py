@@ -44,7 +44,9 @@ class Plan(Artifact):
         for what, given in (("schemes", set(self.schemes)), ("arrival", set(self.arrival))):
             if given != names:
                 odd = sorted(given ^ names)[0]
-                where = "the model has no such layer" if odd in given else "a scheme and a place in the order are needed"
+                where = (
+                    "the model has no such layer" if odd in given else "a scheme and a place in the order are needed"
+                )
                 raise ValueError(f"{what} do not fit the profile at layer {odd!r}: {where}")
         if len(self.arrival) != len(names):
             raise ValueError("arrival names a layer twice")
@@ -61,9 +63,7 @@ class Plan(Artifact):
     @property
     def bytes_sent(self) -> int:
         """Payload that one rank sends in one step."""
-        return sum(
-            self.schemes[layer.name].bytes_sent(layer, self.world_size) for layer in self.profile.layers
-        )
+        return sum(self.schemes[layer.name].bytes_sent(layer, self.world_size) for layer in self.profile.layers)
 
     @property
     def is_plain(self) -> bool:
@@ -76,7 +76,9 @@ class Plan(Artifact):
         for layer in self.profile.layers:
             by_kind.setdefault(self.schemes[layer.name].kind, []).append(layer.name or "(model)")
         parts = [
-            f"{', '.join(names)} by {kind}" if len(names) <= 4 and kind != "all_reduce" else f"{len(names)} layers by {kind}"
+            f"{', '.join(names)} by {kind}"
+            if len(names) <= 4 and kind != "all_reduce"
+            else f"{len(names)} layers by {kind}"
             for kind, names in sorted(by_kind.items(), key=lambda item: item[0] == "all_reduce")
         ]
         plain = sum(AllReduce().bytes_sent(layer, self.world_size) for layer in self.profile.layers)

@@ -48,7 +48,9 @@ class Embeddings(nn.Module):
 
 
 def make_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(inplace=True), nn.Linear(32, 16, bias=False), nn.Tanh(), nn.Linear(16, 5))
+    return nn.Sequential(
+        nn.Linear(12, 32), nn.ReLU(inplace=True), nn.Linear(32, 16, bias=False), nn.Tanh(), nn.Linear(16, 5)
+    )
 
 
 def make_cnn() -> nn.Module:
@@ -65,7 +67,9 @@ def _tokens(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Callable[[int], tuple[torch.Tensor, torch.Tensor]]]] = {
+MODELS: dict[
+    str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Callable[[int], tuple[torch.Tensor, torch.Tensor]]]
+] = {
     "mlp": (make_mlp, _classes, lambda n: (torch.randn(n, 12), torch.randint(0, 5, (n,)))),
     "cnn": (make_cnn, _classes, lambda n: (torch.randn(n, 1, 8, 8), torch.randint(0, 5, (n,)))),
     "embeddings": (Embeddings, _classes, lambda n: (torch.randint(0, 50, (n, 4)), torch.randint(0, 3, (n,)))),
@@ -100,7 +104,9 @@ def make_plan(model: nn.Module, choice: str, world_size: int, rows: int, sample:
     return uniform_plan(profile, world_size, schemes)
 
 
-def train_alone(model_name: str, optimizer_name: str, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def train_alone(
+    model_name: str, optimizer_name: str, batches: list[tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     """One process on whole batches."""
     make, loss, _ = MODELS[model_name]
     torch.manual_seed(0)
@@ -114,7 +120,12 @@ def train_alone(model_name: str, optimizer_name: str, batches: list[tuple[torch.
 
 
 def train_share(
-    rank: int, world_size: int, model_name: str, optimizer_name: str, choice: str, batches: list[tuple[torch.Tensor, torch.Tensor]]
+    rank: int,
+    world_size: int,
+    model_name: str,
+    optimizer_name: str,
+    choice: str,
+    batches: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
     """One rank on its share of each batch, the mean weighted by samples."""
     make, loss, _ = MODELS[model_name]

@@ -19,8 +19,13 @@ class Rates(Value):
     flops_per_s: FlopsPerSecond = Field(gt=0)
     """Rate at which a rank rebuilds a gradient from factors; infinity makes the rebuild free, as the paper has it."""
 
+    connections: int = Field(default=1, ge=1)
+    """Connections to each peer with which the all-reduce bandwidth was reached."""
+
     @classmethod
-    def equal(cls, *, world_size: int, bandwidth: float, flops_per_s: float = float("inf"), latency: float = 0.0) -> "Rates":
+    def equal(
+        cls, *, world_size: int, bandwidth: float, flops_per_s: float = float("inf"), latency: float = 0.0
+    ) -> "Rates":
         """One bandwidth for every kind of transfer; the paper's assumptions when the other arguments are left out."""
         return cls(
             world_size=world_size,

@@ -277,7 +277,9 @@ class PairedRowsExchange(Exchange):
             if rank == self.group.rank:
                 assert self._resent is not None
                 first, second = (torch.cat(rows) for rows in self._resent)
-                sends = [(peer, part) for peer in self.group.peers for part in (first.contiguous(), second.contiguous())]
+                sends = [
+                    (peer, part) for peer in self.group.peers for part in (first.contiguous(), second.contiguous())
+                ]
             else:
                 shape, device = header.resent_rows, self._device
                 first = torch.empty(shape, self._parts[0].width, dtype=header.resent_dtype, device=device)

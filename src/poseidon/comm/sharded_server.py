@@ -337,7 +337,10 @@ class Shard:
 
     def _whole(self, values: Sequence[torch.Tensor], tag: int, what: str) -> list[torch.Tensor]:
         """From one value for each own stretch, gathered over the ranks, one for each whole parameter."""
-        wholes = [torch.zeros(p.numel(), dtype=v.dtype, device=p.device) for p, v in zip(self._parameters, values, strict=True)]
+        wholes = [
+            torch.zeros(p.numel(), dtype=v.dtype, device=p.device)
+            for p, v in zip(self._parameters, values, strict=True)
+        ]
         start, end = self._stretches[self._group.rank]
         for (whole, a, b), value in zip(_intersections(wholes, start, end), values, strict=True):
             whole[a:b] = value

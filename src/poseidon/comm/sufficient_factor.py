@@ -67,7 +67,9 @@ class FactorMath(Protocol):
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """`(K, out)` to `(K, in)`."""
 
-    def rebuild(self, outputs: torch.Tensor, inputs: torch.Tensor, into: torch.Tensor | None, add: bool) -> torch.Tensor:
+    def rebuild(
+        self, outputs: torch.Tensor, inputs: torch.Tensor, into: torch.Tensor | None, add: bool
+    ) -> torch.Tensor:
         """`(K, out)` and `(K, in)` of all ranks to the weight gradient `(out, in)`, written or added into `into`."""
 
 
@@ -82,7 +84,9 @@ class LinearMath:
         """As autograd computes it for `F.linear`."""
         return gradient @ weight
 
-    def rebuild(self, outputs: torch.Tensor, inputs: torch.Tensor, into: torch.Tensor | None, add: bool) -> torch.Tensor:
+    def rebuild(
+        self, outputs: torch.Tensor, inputs: torch.Tensor, into: torch.Tensor | None, add: bool
+    ) -> torch.Tensor:
         """One matrix product over the rows of all ranks."""
         if into is None:
             return torch.mm(outputs.t(), inputs)

@@ -238,7 +238,9 @@ class Run:
         mine = [*dict.fromkeys(seen), *(name for name in self.plan.arrival if name not in seen)]
         arrival = json.loads(self.group.broadcast_text(json.dumps(mine), "sending the order of arrival"))
         if self.group.rank == 0:
-            log.info("gradients arrive in another order than planned: new buckets from exchange %d on", self._state.index)
+            log.info(
+                "gradients arrive in another order than planned: new buckets from exchange %d on", self._state.index
+            )
         self._misplaced = 0
         self.adopt(self.plan.model_copy(update={"arrival": tuple(arrival)}), self.label)
 
@@ -257,9 +259,7 @@ class Run:
                 self.recorder.add(Activity.EXPOSED, f"{name} (gather)", start, time.time(), pending.num_bytes)
 
 
-def attach(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, group: Group
-) -> Run:
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, group: Group) -> Run:
     """Makes the replicas equal and puts a plan to work on them, in place.
 
     Args:
@@ -283,7 +283,9 @@ def attach(
 def check_plan(plan: Plan, model: nn.Module, group: Group) -> None:
     """Raises InfeasibleError with the first difference between a plan and what it is to be put to work on."""
     if plan.world_size != group.world_size:
-        raise InfeasibleError(f"the plan is for {plan.world_size} ranks, but {group.world_size} are here; make a new plan")
+        raise InfeasibleError(
+            f"the plan is for {plan.world_size} ranks, but {group.world_size} are here; make a new plan"
+        )
     owned = owned_parameters(model)
     for name in sorted(set(owned) ^ set(plan.schemes)):
         where = "the model has no such layer" if name in plan.schemes else "the plan does not mention it"

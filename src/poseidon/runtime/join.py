@@ -136,7 +136,13 @@ def _store(rank: int, world_size: int) -> dist.Store:
         listener.bind((address, port))
         listener.listen(128)
         hosted = dist.TCPStore(
-            address, port, None, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+            address,
+            port,
+            None,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
         )
         _joined["hosted"] = hosted
     return _client(address, port, world_size)

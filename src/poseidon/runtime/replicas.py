@@ -61,7 +61,9 @@ def broadcast_buffers(model: nn.Module, group: Group) -> None:
 def broadcast_tensor(tensor: torch.Tensor, group: Group) -> None:
     """Gives every rank rank 0's value, in place; a tensor whose elements share memory is left alone."""
     data = tensor.detach()
-    if data.numel() == 0 or any(stride == 0 and size > 1 for stride, size in zip(data.stride(), data.shape, strict=True)):
+    if data.numel() == 0 or any(
+        stride == 0 and size > 1 for stride, size in zip(data.stride(), data.shape, strict=True)
+    ):
         return
     if data.is_contiguous():
         group.broadcast(data, "making the replicas equal")
@@ -87,7 +89,9 @@ def check_replicas(model: nn.Module, group: Group, step: int) -> None:
     Raises:
         CommError: They differ; the first parameter and the ranks that differ from rank 0 are named.
     """
-    everyone = [json.loads(text) for text in group.all_gather_text(json.dumps(hash_parameters(model)), "comparing replicas")]
+    everyone = [
+        json.loads(text) for text in group.all_gather_text(json.dumps(hash_parameters(model)), "comparing replicas")
+    ]
     for name, digest in everyone[0].items():
         odd = [rank for rank, other in enumerate(everyone) if other.get(name) != digest]
         if odd:

@@ -1,0 +1,70 @@
+"""Measure, plan and attach in one call."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from poseidon.comm.group import Group
+from poseidon.errors import ConfigError
+from poseidon.plan import Plan, uniform_plan
+from poseidon.planner.rules import choose_plan
+from poseidon.profile.structure import StepWatch, profile_structure
+from poseidon.runtime.adoption import Adoption, observation_schemes
+from poseidon.runtime.attach import Run, attach
+from poseidon.runtime.join import group_of_process
+
+__all__ = ["distribute"]
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    plan: Plan | str | Path = "auto",
+    *,
+    group: Group | None = None,
+) -> Run:
+    """Trains a model on all ranks together, in place; the training loop stays as it is.
+
+    Replicas start equal. When `backward()` returns, `p.grad` is the mean over all ranks.
+
+    Args:
+        model: Built alike on every rank.
+        optimizer: Any `torch.optim` optimizer over the model's parameters; a plan that uses `sharded_server` needs it.
+        plan: `"auto"` watches the first step, measures the links and chooses layer by layer; `"all_reduce"` is plain
+            all-reduce; a `Plan` or the path of one is used as it is.
+        group: The ranks; those that `poseidon.init()` has joined if left out.
+
+    Returns:
+        The run: `no_sync`, `check_replicas`, `timeline`, `detach`.
+
+    Raises:
+        ConfigError: The plan's file cannot be used.
+        InfeasibleError: The models differ between ranks, or the plan does not fit them.
+
+    Example:
+        >>> poseidon.init()
+        >>> run = poseidon.distribute(model, optimizer)
+    """
+    group = group or group_of_process()
+    if isinstance(plan, Plan):
+        return attach(model, optimizer, plan, group)
+    profile = profile_structure(model)
+    sparse = [layer.name for layer in profile.layers if getattr(model.get_submodule(layer.name), "sparse", False)]
+    plain = uniform_plan(profile, group.world_size, observation_schemes(profile, sparse))
+    if plan == "all_reduce":
+        return attach(model, optimizer, plain, group)
+    if plan != "auto":
+        return attach(model, optimizer, _load(plan), group)
+    if group.world_size == 1:
+        return attach(model, optimizer, plain, group)
+    watch = StepWatch(model)
+    run = attach(model, optimizer, plain, group)
+    Adoption(run, watch, lambda profile, rates, arrival, sparse: choose_plan(profile, rates, arrival, sparse=sparse))
+    return run
+
+
+def _load(path: str | Path) -> Plan:
+    if not Path(path).exists():
+        raise ConfigError(f'cannot find the plan {str(path)!r}: give "auto", "all_reduce" or the path of a plan file')
+    return Plan.load(path)
