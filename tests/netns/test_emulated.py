@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +134,14 @@ def test_hosts_know_each_other_by_name(pair: EmulatedCluster) -> None:
     done = pair.start(["getent", "ahostsv4", "host1"], host="host0")
     output, _ = done.communicate(timeout=20)
     assert output.split()[0].decode() == pair.address("host1")
+
+
+def test_a_command_runs_where_this_process_is(
+    pair: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output, _ = pair.start(["pwd"], host="host0").communicate(timeout=20)
+    assert output.decode() == f"{tmp_path}\n"
 
 
 def test_what_runs_on_a_host_ends_with_the_cluster() -> None:

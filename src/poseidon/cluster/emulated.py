@@ -232,8 +232,10 @@ def _configure(what: str, call: Callable[..., Any], *arguments: Any) -> None:
     try:
         call(*arguments)
     except (NetlinkError, OSError) as error:
+        code, text, *_ = *error.args, "?", "?"
         raise ClusterError(
-            f"cannot {what}: {error}; the kernel needs bridge, veth and sch_tbf, the process NET_ADMIN"
+            f"cannot {what}: the kernel answers {text} (errno {code}); "
+            "it needs bridge, veth and sch_tbf, and this process the capability NET_ADMIN"
         ) from error
 
 
