@@ -232,7 +232,7 @@ def _configure(what: str, call: Callable[..., Any], *arguments: Any) -> None:
     try:
         call(*arguments)
     except (NetlinkError, OSError) as error:
-        code, text, *_ = *error.args, "?", "?"
+        code, text = error.args[:2]  # both kinds begin with these
         raise ClusterError(
             f"cannot {what}: the kernel answers {text} (errno {code}); "
             "it needs bridge, veth and sch_tbf, and this process the capability NET_ADMIN"
