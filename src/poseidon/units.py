@@ -5,6 +5,7 @@ say `10Gbit/s`, `64MiB` or `250us`. Networks count in powers of 1000, memory in 
 `Gb` without a rate is refused.
 """
 
+import math
 import re
 from collections.abc import Callable
 from typing import Annotated
@@ -34,10 +35,12 @@ _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]
 def _parse(text: str | int | float, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
     if isinstance(text, bool) or not isinstance(text, str | int | float):
         raise ConfigError(f"cannot read {text!r} as a {what}: write it like {example!r}")
-    match = _QUANTITY.fullmatch(str(text))
-    number, unit = match.groups() if match else ("", "")
-    if match and not unit and not isinstance(text, str):
+    if not isinstance(text, str):
+        if not 0 <= text < math.inf:
+            raise ConfigError(f"cannot read {text!r} as a {what}: it must be a number of zero or more")
         return float(text)
+    match = _QUANTITY.fullmatch(text)
+    number, unit = match.groups() if match else ("", "")
     if unit not in units:
         known = ", ".join(units)
         raise ConfigError(f"cannot read {text!r} as a {what}: use one of the units {known}, for example {example!r}")
@@ -80,6 +83,8 @@ def parse_flops_per_s(text: str | int | float) -> float:
     Raises:
         ConfigError: The unit is missing or unknown.
     """
+    if text == math.inf:
+        return math.inf  # computing that costs nothing, as some published models assume
     return _parse(text, _COMPUTE, "compute rate", "120GFLOP/s")
 
 

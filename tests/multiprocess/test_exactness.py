@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from support.exactness import MODELS, OPTIMIZERS, SCHEME_CHOICES, STEPS, assert_close, make_batches, train_alone, train_share
+
+from support.exactness import (
+    MODELS,
+    OPTIMIZERS,
+    SCHEME_CHOICES,
+    STEPS,
+    assert_close,
+    make_batches,
+    train_alone,
+    train_share,
+)
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess

@@ -59,8 +59,8 @@ class Bucket:
             self.views.append(_shaped_like(part, parameter))
             offset += parameter.numel()
         self.facts = self.flat[offset:]
-        """One number per gradient: 1 where this rank made it, after the sum on how many ranks it was made. Then the vote:
-        above zero if some rank wants a new order."""
+        """One number per gradient: 1 where this rank made it, after the sum on how many ranks it was made. Then the
+        vote: above zero if some rank wants a new order."""
 
 
 def _shaped_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ class Group:
 
     @classmethod
     def of_default(cls, *, connections: int = 1, liveness: Liveness | None = None) -> "Group":
-        """A group over torch's default process group, with further connections made now if more than one is asked for."""
+        """A group over torch's default process group; further connections are made now."""
         if not dist.is_initialized():
             return cls([])
         groups = [dist.group.WORLD] + [dist.new_group() for _ in range(connections - 1)]
@@ -105,9 +105,9 @@ class Group:
         tag: int,
         what: str,
     ) -> Pending:
-        """Starts point-to-point messages: (peer, contiguous tensor) each. Messages of one pair and tag keep their order.
+        """Starts point-to-point messages: (peer, contiguous tensor) each.
 
-        They stay on the first connection, which is what keeps that order.
+        Messages of one pair and tag keep their order. They stay on the first connection, which keeps it.
         """
         if self.world_size == 1:
             return self._pending([], 0, what)
@@ -176,7 +176,7 @@ class Group:
             raise self._translate(error, what) from error
 
     def _translate(self, error: BaseException, what: str) -> CommError:
-        """torch's error as ours, naming who is gone if that can be found out."""
+        """Torch's error as ours, naming who is gone if that can be found out."""
         if self.liveness is not None and (lost := self.liveness.name_lost(time.monotonic())):
             return PeerLostError(f"rank {self.rank}: {what} failed: {lost}")
         first_line = (str(error).splitlines() or [type(error).__name__])[0]

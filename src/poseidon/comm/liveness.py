@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 3.0
@@ -28,7 +28,7 @@ class Liveness:
         world_size: How many there are.
     """
 
-    def __init__(self, connect: Callable[[], dist.Store], rank: int, world_size: int) -> None:
+    def __init__(self, connect: Callable[[], Store], rank: int, world_size: int) -> None:
         self._connect = connect
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
@@ -102,7 +102,7 @@ class Liveness:
                 return
             self._stop.wait(BEAT_SECONDS)
 
-    def _listen(self, store: dist.Store, beats: dict[int, bytes]) -> None:
+    def _listen(self, store: Store, beats: dict[int, bytes]) -> None:
         for rank in self._present(store, "beat", self._others):
             beat = store.get(f"poseidon/beat/{rank}")
             if beats.get(rank) != beat:
@@ -115,10 +115,10 @@ class Liveness:
                 self._farewells[rank] = reason
 
     @staticmethod
-    def _present(store: dist.Store, kind: str, ranks: Iterable[int]) -> list[int]:
+    def _present(store: Store, kind: str, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if store.check([f"poseidon/{kind}/{rank}"])]
 
-    def _agree(self, store: dist.Store) -> None:
+    def _agree(self, store: Store) -> None:
         """Writes a verdict down for the others, or takes over the first that was written."""
         with self._guard:
             verdict = self._verdict

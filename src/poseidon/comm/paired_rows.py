@@ -261,8 +261,9 @@ class PairedRowsExchange(Exchange):
             header = self._parts[1].received(rank)[0]
             if header.step != self.step.index:
                 raise CommError(
-                    f"rank {self.group.rank}: rank {rank} sent factors of {self.name} for exchange {header.step} in exchange "
-                    f"{self.step.index}; every rank must run backward equally often (one without data calls empty_step())"
+                    f"rank {self.group.rank}: rank {rank} sent factors of {self.name} for exchange {header.step} in "
+                    f"exchange {self.step.index}; every rank must run backward equally often (one without data calls "
+                    "empty_step())"
                 )
             if header.resent_rows:
                 self._late[rank] = header

@@ -20,6 +20,8 @@ FIRST_BYTES = MIB // 4
 MOST_BYTES = 16 * MIB
 LATENCY_ROUNDS = 7
 PROBE_TAG = 2
+UNLIMITED = 1e30
+"""Stands for what is not there to limit anything; JSON knows no infinity."""
 CLEARLY_FASTER = 1.1
 """Further connections must win by this much to be used."""
 
@@ -36,7 +38,7 @@ def measure_rates(group: Group, rebuild: Callable[[], int] | None = None) -> Rat
         The same rates on every rank.
     """
     if group.world_size == 1:
-        return Rates.equal(world_size=1, bandwidth=float("inf"))
+        return Rates.equal(world_size=1, bandwidth=UNLIMITED)
     sent = group.bytes_sent
     latency = statistics.median(_time_exchange(group, 1) for _ in range(LATENCY_ROUNDS))
     exchange = _bandwidth(group, lambda count: _time_exchange(group, count), group.world_size - 1)
@@ -101,7 +103,7 @@ def _time_exchange(group: Group, count: int) -> float:
 
 def _flops_per_s(rebuild: Callable[[], int] | None) -> float:
     if rebuild is None:
-        return float("1e30")  # nothing to rebuild, so no rate limits it; JSON knows no infinity
+        return UNLIMITED
     rebuild()
     start = time.perf_counter()
     flops = rebuild()

@@ -21,7 +21,6 @@ from poseidon.comm.capture import Removable
 from poseidon.comm.group import Group, Pending
 from poseidon.profile.graph import LayerSpec
 
-
 TAGS_PER_EXCHANGE = 16
 
 
@@ -199,7 +198,7 @@ class Exchange(ABC):
         """Called at the end of `optimizer.step()`: starts what has to follow the update."""
         return None
 
-    def end_unsynced(self) -> None:
+    def end_unsynced(self) -> None:  # noqa: B027 - most schemes have nothing to do here
         """At the end of a backward pass inside `no_sync`."""
 
     def detach(self) -> None:

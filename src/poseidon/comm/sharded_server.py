@@ -1,4 +1,4 @@
-"""The parameter server with a shard on every rank: sums scattered, each shard updated by its owner, parameters gathered.
+"""The parameter server with a shard on every rank: sums scattered, shards updated, parameters gathered.
 
 A layer's gradients are laid end to end and cut into one stretch per rank, equal to within an element, so that one big
 layer loads all shards alike. Stretches travel in pieces of `piece_bytes`, and the owner adds a piece as soon as every
@@ -7,9 +7,9 @@ After `optimizer.step()` the owners send the new parameters to everybody.
 
 gloo's own reduce-scatter leaves more than half of a link idle; pieces point to point do not, and so they are used.
 
-Source: Zhang et al., "Poseidon", ATC 2017, sections 3.1 and 4.1 (key-value pairs of 2 MB, shards on the workers). Deviation: a
-stretch is consecutive instead of scattered by a hash, which balances exactly and needs no table; the optimizer is the
-user's own and runs when the user says so, not in the server when the last gradient has come.
+Source: Zhang et al., "Poseidon", ATC 2017, sections 3.1 and 4.1 (key-value pairs of 2 MB, shards on the workers).
+Deviation: a stretch is consecutive instead of scattered by a hash, which balances exactly and needs no table; the
+optimizer is the user's own and runs when the user says so, not in the server when the last gradient has come.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def check_optimizer(layer: BoundLayer) -> None:
     optimizer = layer.optimizer
     if optimizer is None:
         raise InfeasibleError(
-            f"layer {layer.name}: sharded_server runs the optimizer on shards, but distribute() was given no optimizer; "
+            f"layer {layer.name}: sharded_server runs the optimizer on shards, but distribute() was given none; "
             "pass it, or choose all_reduce for this layer"
         )
     if type(optimizer) not in ELEMENTWISE:
@@ -321,8 +321,8 @@ class Shard:
         for key in keys:
             values = [state[key] for state in states if key in state]
             if not all(_shaped_as(value, own) for value, own in zip(values, self._own, strict=False)):
-                for whole, value in zip(self._parameters, values, strict=True):
-                    self._optimizer.state[whole][key] = value
+                for parameter, value in zip(self._parameters, values, strict=True):
+                    self._optimizer.state[parameter][key] = value
                 continue
             for parameter, whole in zip(self._parameters, self._whole(values, tag, f"state {key!r}"), strict=True):
                 self._optimizer.state[parameter][key] = whole

@@ -3,8 +3,8 @@
 Every rank sums its lookups row by row first. The row numbers are known in the forward pass and leave then; their
 gradients follow in the backward pass. The result is dense or sparse, as the module's own `sparse` flag says.
 
-Source: Kim et al., "Parallax: sparsity-aware data parallel training of deep neural networks", EuroSys 2019, for the idea that
-sparse variables want another way than dense ones.
+Source: Kim et al., "Parallax: sparsity-aware data parallel training of deep neural networks", EuroSys 2019, for the
+idea that sparse variables want another way than dense ones.
 """
 
 from collections.abc import Sequence

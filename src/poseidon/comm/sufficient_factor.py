@@ -5,8 +5,8 @@ its rows of both factors to every other and builds the gradient of the union of 
 rank ever computes a gradient of its own batch. The input factor leaves in the forward pass.
 
 Source: Xie et al., "Lighter-communication distributed machine learning via sufficient factor broadcasting", UAI 2016;
-Zhang et al., "Poseidon", ATC 2017, section 3.2. Beyond the papers: factors travel in two parts, the rows of all calls of
-a layer count, and the cost face charges the rebuild.
+Zhang et al., "Poseidon", ATC 2017, section 3.2. Beyond the papers: factors travel in two parts, the rows of all calls
+of a layer count, and the cost face charges the rebuild.
 """
 
 from collections.abc import Sequence
@@ -161,12 +161,12 @@ class FactorExchange(PairedRowsExchange):
         rows = x.reshape(-1, x.shape[-1])
         with torch.autocast(device_type, enabled=False):
             call = self._new_call(rows)
-            output = _Linear.apply(rows, weight, bias, self._math, self, call, *self._anchors)
+            output: torch.Tensor = _Linear.apply(rows, weight, bias, self._math, self, call, *self._anchors)
         return output if x.dim() == 2 else output.reshape(*x.shape[:-1], output.shape[-1])
 
     def _new_call(self, rows: torch.Tensor) -> Call:
         if inside_backward() and self.transfers[0].ready.is_set():
-            # Activation checkpointing runs the layer once more for the sake of what lies inside; its own factor has left.
+            # Activation checkpointing runs the layer once more for what lies inside; its own factor has left.
             return Call(-1, rows.detach())
         return self.called(rows.detach())
 

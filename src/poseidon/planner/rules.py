@@ -1,12 +1,12 @@
 """Poseidon's rule: for each layer the scheme that costs least, as a pure function of the layer and a few rates.
 
-The paper compares numbers moved: sufficient factors where 2K(P1-1)(M+N) <= 2MN(P1+P2-2)/P2, the parameter server elsewhere. With
-servers on the workers that is K·P·(M+N) <= 2·M·N. Here the same comparison is made in seconds: bytes over the bandwidth that each kind
-of transfer really reaches, plus the rebuild that the paper leaves out, 2·P·K·M·N operations on every rank at the measured rate. With
-equal bandwidths and a free rebuild the paper's rule is what remains.
+The paper compares numbers moved: sufficient factors where 2K(P1-1)(M+N) <= 2MN(P1+P2-2)/P2, the parameter server
+elsewhere. With servers on the workers that is K·P·(M+N) <= 2·M·N. Here the same comparison is made in seconds: bytes
+over the bandwidth that each kind of transfer really reaches, plus the rebuild that the paper leaves out, 2·P·K·M·N
+operations on every rank at the measured rate. With equal bandwidths and a free rebuild the paper's rule remains.
 
-Source: Zhang et al., "Poseidon: an efficient communication architecture for distributed deep learning on GPU clusters", ATC
-2017, section 3.2, table 1 and algorithm 1 (BestScheme).
+Source: Zhang et al., "Poseidon: an efficient communication architecture for distributed deep learning on GPU
+clusters", ATC 2017, section 3.2, table 1 and algorithm 1 (BestScheme).
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from poseidon.plan import Choice, Plan
 from poseidon.profile.graph import LayerSpec, ModelProfile
 
 CANDIDATES: tuple[CommScheme, ...] = (AllReduce(), SufficientFactor(), SparseRows())
-"""What the rule chooses from: schemes that keep DDP's contract. `sharded_server` moves as many bytes as all-reduce but leaves the mean
-with the optimizer instead of in `p.grad`, so it is used only where somebody asks for it."""
+"""What the rule chooses from: schemes that keep DDP's contract. `sharded_server` moves as many bytes as all-reduce
+but leaves the mean with the optimizer instead of in `p.grad`, so it is used only where somebody asks for it."""
 
 
 def paper_prefers_factors(*, rows: int, out_features: int, in_features: int, workers: int, servers: int) -> bool:
@@ -44,8 +44,8 @@ def best_scheme(layer: LayerSpec, rates: Rates) -> tuple[CommScheme, Choice]:
         rates: What the ranks compute and move.
 
     Returns:
-        The scheme, and the seconds per step of all that the layer can use. Equal costs go to the earlier in `CANDIDATES`,
-        except that a layer whose gradient is made sparse has to go by rows.
+        The scheme, and the seconds per step of all that the layer can use. Equal costs go to the earlier in
+        `CANDIDATES`, except that a layer whose gradient is made sparse has to go by rows.
     """
     usable = [scheme for scheme in CANDIDATES if scheme.refuse(layer) is None]
     seconds = {scheme.kind: scheme.cost(layer, rates).seconds for scheme in usable}

@@ -1,8 +1,8 @@
 """Which gradients are dense, which are outer products, which are touched rows: by looking, then by watching a step.
 
-What a module is says what its gradient could be. Whether it is so shows only when it runs: a weight may be used outside its
-module too, or the module's forward may never be called. So `StepWatch` watches one backward pass, counts rows, and compares a
-few rows of each weight's gradient with what the factors alone would give.
+What a module is says what its gradient could be. Whether it is so shows only when it runs: a weight may be used
+outside its module too, or the module's forward may never be called. So `StepWatch` watches one backward pass, counts
+rows, and compares a few rows of each weight's gradient with what the factors alone would give.
 """
 
 from dataclasses import dataclass, field
@@ -86,7 +86,7 @@ def shared_parameters(model: nn.Module) -> set[int]:
 
 
 def profile_structure(model: nn.Module) -> ModelProfile:
-    """What can be said of a model without running it: layers in the order of its modules, possible structures, no rows."""
+    """What can be said of a model without running it: layers in module order, possible structures, no rows."""
     shared = shared_parameters(model)
     layers = [
         layer_spec(name, model.get_submodule(name), parameters, shared)
@@ -160,9 +160,7 @@ class StepWatch:
             )
             weight = module.weight
             assert isinstance(weight, nn.Parameter)
-            self._handles.append(
-                weight.register_post_accumulate_grad_hook(lambda p, s=seen: self._take_actual(p, s))  # type: ignore[misc]
-            )
+            self._handles.append(weight.register_post_accumulate_grad_hook(lambda p, s=seen: self._take_actual(p, s)))
 
     def _note_order(self, name: str) -> None:
         if name not in self._forward_order:

@@ -1,8 +1,9 @@
 """From the first step to a settled plan: watch, measure, choose, compare, aloud.
 
 The first step runs as plain all-reduce while the gradients' structure, rows and order are watched. Then the links are
-measured for a second, rank 0 chooses, and every rank adopts the same plan. It is not believed, but compared: plan and plain
-all-reduce take turns for a few steps, and the slower one is dropped. Every step of this is as exact as any other.
+measured for a second, rank 0 chooses, and every rank adopts the same plan. It is not believed, but compared: plan and
+plain all-reduce take turns for a few steps, and the slower one is dropped. Every step of this is as exact as any
+other.
 """
 
 import json
@@ -14,7 +15,7 @@ import torch
 
 from poseidon.cluster.rates import Rates
 from poseidon.comm import AllReduce, SparseRows
-from poseidon.comm.probe import measure_rates
+from poseidon.comm.probe import UNLIMITED, measure_rates
 from poseidon.comm.sufficient_factor import LinearMath
 from poseidon.plan import Plan
 from poseidon.profile.graph import GradientStructure, ModelProfile
@@ -75,7 +76,7 @@ class Adoption:
         profile = merge([ModelProfile.parse(text, source="what a rank observed") for text in profiles])
         rates = measure_rates(run.group, _rebuild_of(profile, run))
         run.recorder.restart()
-        seen = [name for name in dict.fromkeys(run.last_arrivals)]
+        seen = list(dict.fromkeys(run.last_arrivals))
         names = {layer.name for layer in profile.layers}
         arrival = [n for n in seen if n in names] + [n.name for n in reversed(profile.layers) if n.name not in seen]
         chosen = self._choose(profile, rates, arrival, self._sparse) if run.group.rank == 0 else None
@@ -184,7 +185,7 @@ def _in_words(rates: Rates) -> str:
         f"point to point {format_bandwidth(rates.exchange_bandwidth)}",
         f"latency {format_seconds(rates.latency)}",
     ]
-    if rates.flops_per_s < 1e29:
+    if rates.flops_per_s < UNLIMITED:
         parts.append(f"rebuild {format_flops_per_s(rates.flops_per_s)}")
     if rates.connections > 1:
         parts.append(f"{rates.connections} connections")

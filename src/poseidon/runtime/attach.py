@@ -317,7 +317,7 @@ def bind(
 
 
 def schedule(plan: Plan, exchanges: Sequence[Exchange]) -> list[Transfer]:
-    """The fixed order: what the forward pass makes ready, in its order, then what backward makes ready, in its order."""
+    """The fixed order: what forward makes ready, in its order, then what backward makes ready, in its order."""
     forward = {layer.name: index for index, layer in enumerate(plan.profile.layers)}
     arrival = {name: index for index, name in enumerate(plan.arrival)}
     early = sorted((e for e in exchanges if e.early), key=lambda e: min(forward[name] for name in e.layers))

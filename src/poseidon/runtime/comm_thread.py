@@ -1,8 +1,8 @@
 """Issues the plan's schedule: the same transfers in the same order on every rank, step after step.
 
 One thread issues. It takes the transfers one by one, waits until the training thread has made the next one ready, and
-starts it; nothing overtakes, so ranks can neither deadlock nor mix up messages. A second thread waits for what was started and
-finishes it. The training thread only sets flags, and waits at the end of the backward pass.
+starts it; nothing overtakes, so ranks can neither deadlock nor mix up messages. A second thread waits for what was
+started and finishes it. The training thread only sets flags, and waits at the end of the backward pass.
 """
 
 import queue

@@ -1,8 +1,8 @@
 """Where a training step begins and ends, as autograd shows it.
 
-The model's forward is seen by its own hooks. Backward begins when the gradient of the model's output arrives, or the first
-gradient of a parameter, and its end is a callback of the autograd engine: it runs inside `backward()`, so that all is
-done when that returns.
+The model's forward is seen by its own hooks. Backward begins when the gradient of the model's output arrives, or the
+first gradient of a parameter, and its end is a callback of the autograd engine: it runs inside `backward()`, so that
+all is done when that returns.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class PassHooks:
             return
         self._in_backward = True
         self._on_start()
-        Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         self._in_backward = False

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from poseidon.comm.group import Group
 from poseidon.comm.liveness import Liveness
@@ -86,7 +87,7 @@ def set_threads() -> None:
 
 
 def _set_by_torchrun() -> bool:
-    """torchrun sets 1 thread when nobody said anything; that is its caution, not the user's wish."""
+    """Torchrun sets 1 thread when nobody said anything; that is its caution, not the user's wish."""
     return os.environ["OMP_NUM_THREADS"] == "1" and "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -104,7 +105,8 @@ def _join() -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"cannot join the other ranks: {', '.join(missing)} not set; start with torchrun or `poseidon lab`, or set all four"
+            f"cannot join the other ranks: {', '.join(missing)} not set; "
+            "start with torchrun or `poseidon lab`, or set all four"
         )
     rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
@@ -119,13 +121,14 @@ def _join() -> None:
         first_line = (str(error).splitlines() or [""])[0]
         raise CommError(
             f"rank {rank} could not join the other {world_size - 1} through "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {first_line}; is rank 0 running, and is the port open?"
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {first_line}; "
+            "is rank 0 running, and is the port open?"
         ) from error
     _joined["made_group"] = True
     _joined["store"] = store
 
 
-def _store(rank: int, world_size: int) -> dist.Store:
+def _store(rank: int, world_size: int) -> Store:
     """The rendezvous store; rank 0 hosts it on the chosen interface only, unless the launcher hosts one."""
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
     timeout = timedelta(seconds=JOIN_SECONDS)
@@ -135,7 +138,7 @@ def _store(rank: int, world_size: int) -> dist.Store:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(128)
-        hosted = dist.TCPStore(
+        hosted = TCPStore(
             address,
             port,
             None,
@@ -148,9 +151,9 @@ def _store(rank: int, world_size: int) -> dist.Store:
     return _client(address, port, world_size)
 
 
-def _client(address: str, port: int, world_size: int) -> dist.Store:
-    store = dist.TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
-    return dist.PrefixStore(f"poseidon/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}/{_attempt()}", store)
+def _client(address: str, port: int, world_size: int) -> Store:
+    store = TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
+    return PrefixStore(f"poseidon/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}/{_attempt()}", store)
 
 
 def _attempt() -> str:

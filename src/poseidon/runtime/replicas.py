@@ -34,7 +34,8 @@ def check_same_model(model: nn.Module, group: Group) -> None:
             if here != there:
                 raise InfeasibleError(
                     f"the models differ between ranks, so they cannot train together: number {index} is "
-                    f"{_in_words(here)} on rank 0 and {_in_words(there)} on rank {rank}; build the same model on every rank"
+                    f"{_in_words(here)} on rank 0 and {_in_words(there)} on rank {rank}; "
+                    "build the same model on every rank"
                 )
 
 
@@ -80,7 +81,7 @@ def hash_parameters(model: nn.Module) -> dict[str, str]:
 
 def _digest(tensor: torch.Tensor) -> str:
     data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(memoryview(data), digest_size=16).hexdigest()
+    return hashlib.blake2b(data.data, digest_size=16).hexdigest()
 
 
 def check_replicas(model: nn.Module, group: Group, step: int) -> None:
@@ -97,6 +98,6 @@ def check_replicas(model: nn.Module, group: Group, step: int) -> None:
         if odd:
             raise CommError(
                 f"the replicas have drifted apart after exchange {step}: parameter {name!r} on rank(s) "
-                f"{', '.join(map(str, odd))} differs from rank 0's; did something besides the optimizer change it, or do the "
-                "hosts compute differently (another processor or another number of threads)?"
+                f"{', '.join(map(str, odd))} differs from rank 0's; did something besides the optimizer "
+                "change it, or do the hosts compute differently (another processor or another number of threads)?"
             )

@@ -23,13 +23,16 @@ def _scaled(channels: int, width: float) -> int:
 def _initialize(model: nn.Module) -> None:
     """Keeps the variance of activations from layer to layer, without which VGG19 does not start to learn.
 
+    The last layer starts near zero, so that the first loss is that of equal logits.
+
     Source: He et al., "Delving Deep into Rectifiers", ICCV 2015, section 2.2, equation 10.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    for layer in layers:
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+    nn.init.normal_(layers[-1].weight, std=0.01)
 
 
 def fully_connected(features: Sequence[int], *, dropout: float = 0.0) -> nn.Sequential:
