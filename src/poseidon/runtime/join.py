@@ -65,14 +65,25 @@ def group_of_process() -> Group:
 
 
 def shutdown(reason: str = "") -> None:
-    """Leaves the group; a reason tells the others why this rank ends early."""
+    """Leaves the group when all ranks have come to this point, so that nobody's last exchange loses its peer.
+
+    Args:
+        reason: Why this rank ends early; then it waits for nobody, and the others learn the reason.
+
+    Raises:
+        PeerLostError: A rank ended without coming here.
+    """
     liveness = _joined.pop("liveness", None)
-    _joined.pop("group", None)
-    if liveness is not None:
-        liveness.close(reason)
-    if _joined.pop("made_group", False) and dist.is_initialized() and not reason:
-        dist.destroy_process_group()
-    _joined.clear()
+    group: Group | None = _joined.pop("group", None)
+    try:
+        if group is not None and not reason:
+            group.barrier()
+    finally:
+        if liveness is not None:
+            liveness.close(reason)
+        if _joined.pop("made_group", False) and dist.is_initialized() and not reason:
+            dist.destroy_process_group()
+        _joined.clear()
 
 
 def set_threads() -> None:
