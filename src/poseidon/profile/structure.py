@@ -178,7 +178,7 @@ class StepWatch:
         def take(gradient: torch.Tensor) -> None:
             seen.rows += gradient.numel() // out_features
             seen.itemsize = gradient.element_size()
-            if hasattr(module, "factor_math"):
+            if hasattr(module, "factor_math") or gradient.is_meta:
                 return  # its numbers mean nothing
             factor = gradient.reshape(-1, out_features)[:, seen.sample].float()
             part = factor.t() @ x.reshape(-1, x.shape[-1]).float()
@@ -190,8 +190,12 @@ class StepWatch:
     def _watch_rows(self, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor, seen: _Seen) -> None:
         if not output.requires_grad:
             return
-        rows = torch.unique((args[0] if args else kwargs["input"]).detach())
-        if seen.sample is None:
+        indices = (args[0] if args else kwargs["input"]).detach()
+        if indices.is_meta:  # which rows they are is not known: at most as many as there are lookups
+            rows = indices.new_empty(min(indices.numel(), module.num_embeddings))
+        else:
+            rows = torch.unique(indices)
+        if seen.sample is None and not indices.is_meta:
             untouched = _some_untouched(rows, module.num_embeddings)  # type: ignore[arg-type]
             seen.sample, seen.expected = untouched, torch.zeros(untouched.shape[0], device=rows.device)
 
