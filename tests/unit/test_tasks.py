@@ -75,6 +75,23 @@ def test_training_on_one_batch_lowers_its_loss(name: str) -> None:
     assert min(losses[-2:]) < losses[0]
 
 
+@pytest.mark.slow
+def test_alexnet_learns_at_its_published_size() -> None:
+    torch.manual_seed(0)
+    task = load_task("alexnet")
+    model = task.make_model()
+    optimizer = task.make_optimizer(model.parameters())
+    data = task.make_train_data()
+    losses = []
+    for start in range(0, 80, 8):
+        optimizer.zero_grad()
+        loss = task.loss(model, task.collate([data[start + index] for index in range(8)]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert max(losses[-3:]) < losses[0]
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_the_loss_is_the_mean_over_the_samples(name: str) -> None:
     task = small(name)
@@ -124,6 +141,12 @@ def test_the_note_says_whether_the_samples_are_real(name: str) -> None:
 def test_the_caller_seeds_the_model(name: str) -> None:
     one, same = small(name).make_model(), small(name).make_model()
     assert all(torch.equal(x, y) for x, y in zip(one.parameters(), same.parameters(), strict=True))
+
+
+def test_each_task_has_its_row_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert rows == list(TASKS)
 
 
 def test_an_unknown_name_gets_the_closest_one_and_all() -> None:

@@ -44,6 +44,14 @@ def test_a_users_own_task_is_loaded_and_takes_options(tmp_path: Path) -> None:
     assert task.loss(task.make_model(), task.collate([task.make_train_data()[0]])).item() > 0
 
 
+def test_the_example_in_the_documentation_works(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    path = write(tmp_path, page.split("```python\n")[1].split("```")[0])
+    task = load_task(f"{path}:mine")
+    batch = task.collate([task.make_train_data()[index] for index in range(4)])
+    assert task.evaluate(task.make_model(), batch)["samples"].item() == 4
+
+
 def test_a_path_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, GOOD)
     monkeypatch.chdir(tmp_path)

@@ -101,20 +101,20 @@ def _task(
 def alexnet(*, width: float = 1.0, image_size: int = 224, num_classes: int = 1000, dropout: float = 0.5) -> Task:
     """AlexNet on synthetic images; the arguments are those of `AlexNet`."""
     model = partial(AlexNet, width=width, image_size=image_size, num_classes=num_classes, dropout=dropout)
-    return _task("alexnet", model, (3, image_size, image_size), num_classes=num_classes, learning_rate=0.01)
+    return _task("alexnet", model, (3, image_size, image_size), num_classes=num_classes, learning_rate=0.001)
 
 
 def vgg19(*, width: float = 1.0, image_size: int = 224, num_classes: int = 1000, dropout: float = 0.5) -> Task:
     """VGG19 on synthetic images; the arguments are those of `VGG19`."""
     model = partial(VGG19, width=width, image_size=image_size, num_classes=num_classes, dropout=dropout)
-    return _task("vgg19", model, (3, image_size, image_size), num_classes=num_classes, learning_rate=0.01)
+    return _task("vgg19", model, (3, image_size, image_size), num_classes=num_classes, learning_rate=0.0005)
 
 
 def vgg19_22k(*, width: float = 1.0, image_size: int = 224, dropout: float = 0.5) -> Task:
     """VGG19 with the 21841 classes of ImageNet 22K on synthetic images."""
     model = partial(VGG19, width=width, image_size=image_size, num_classes=NUM_CLASSES_22K, dropout=dropout)
     shape = (3, image_size, image_size)
-    return _task("vgg19-22k", model, shape, num_classes=NUM_CLASSES_22K, learning_rate=0.01)
+    return _task("vgg19-22k", model, shape, num_classes=NUM_CLASSES_22K, learning_rate=0.0005)
 
 
 def resnet20(*, width: int = 16, image_size: int = 32, num_classes: int = 10) -> Task:
@@ -127,7 +127,7 @@ def resnet20(*, width: int = 16, image_size: int = 32, num_classes: int = 10) ->
 def resnet50(*, width: int = 64, image_size: int = 224, num_classes: int = 1000) -> Task:
     """ResNet-50 on synthetic images; `width` and `num_classes` are those of `ResNet50`."""
     model = partial(ResNet50, width=width, num_classes=num_classes)
-    return _task("resnet50", model, (3, image_size, image_size), num_classes=num_classes, learning_rate=0.05)
+    return _task("resnet50", model, (3, image_size, image_size), num_classes=num_classes, learning_rate=0.001)
 
 
 def fc_heavy(*, num_features: int = 9216, hidden: int = 4096, num_classes: int = 1000) -> Task:
