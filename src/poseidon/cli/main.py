@@ -34,6 +34,7 @@ class Verb:
 
 
 VERBS = {
+    "train": Verb(module="poseidon.cli.train", help="Train a task, on one process or over several hosts."),
     "lab": Verb(
         module="poseidon.cli.lab",
         help="Run a command on emulated hosts with links of a chosen rate.",

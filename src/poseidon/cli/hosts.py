@@ -1,0 +1,99 @@
+"""On which hosts a verb runs: the options that say so, and starting the same command there once more as every rank.
+
+A process in which a launcher has set RANK and WORLD_SIZE, ours or torchrun, is a worker. Any other is the launcher if
+it was given hosts, and a worker of its own if it was not.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from poseidon.cluster.emulated import enter_user_namespace
+from poseidon.cluster.spec import ClusterSpec, parse_links
+from poseidon.errors import ClusterError
+from poseidon.launch.local import engine_for
+
+HostsOption = Annotated[
+    int | None, typer.Option(help="Emulated hosts on this machine, one rank on each.", min=1, show_default=False)
+]
+ProcsPerHostOption = Annotated[int, typer.Option(help="Ranks on each emulated host.", min=1)]
+LinkOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Rate of every emulated host's link, such as 1Gbit/s, or of one, such as host3=100Mbit/s. Repeatable.",
+        show_default=False,
+    ),
+]
+ClusterOption = Annotated[
+    Path | None, typer.Option(help="A TOML file with hosts and links, instead of the three above.", show_default=False)
+]
+
+
+def is_worker() -> bool:
+    """Whether a launcher has started this process as one of several ranks."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
+def read_hosts(
+    hosts: int | None, procs_per_host: int, link: list[str] | None, cluster: Path | None
+) -> ClusterSpec | None:
+    """The emulated hosts that the options ask for; None where they ask for none.
+
+    Raises:
+        ConfigError: A rate or the file cannot be used.
+        ClusterError: An option names a host that is not there.
+    """
+    if cluster is not None:
+        if hosts is not None or link or procs_per_host != 1:
+            raise typer.BadParameter("the file says hosts, ranks and links already", param_hint="--cluster")
+        return ClusterSpec.load(cluster)
+    if hosts is None:
+        if link:
+            raise typer.BadParameter("a link needs emulated hosts: add --hosts", param_hint="--link")
+        if procs_per_host != 1:
+            raise typer.BadParameter("ranks need emulated hosts: add --hosts", param_hint="--procs-per-host")
+        return None
+    return parse_links(link or [], num_hosts=hosts, num_ranks=procs_per_host)
+
+
+def describe_links(spec: ClusterSpec | None) -> str | None:
+    """The rates as they were asked for, in one text."""
+    if spec is None:
+        return None
+    links = [str(host.link) for host in spec.hosts]
+    usual = max(links, key=links.count)
+    odd = [f"{host.name} {host.link}" for host in spec.hosts if str(host.link) != usual]
+    return ", ".join([usual, *odd])
+
+
+def prepare() -> None:
+    """What a launcher does before anything else: takes the rights to emulate hosts, if it can get them."""
+    try:
+        enter_user_namespace()
+    except ClusterError:
+        return  # `launch` says what that means
+
+
+def launch(spec: ClusterSpec) -> None:
+    """Runs this very command once more as every rank of the hosts, and shows what the ranks say.
+
+    Emulated hosts share this machine's cores, so each rank gets its part of them unless OMP_NUM_THREADS is set.
+
+    Raises:
+        LaunchError: A rank failed: which one first, and its last lines.
+    """
+    engine, warning = engine_for(num_ranks=spec.num_ranks, cluster=spec)
+    if warning is not None:
+        print(f"poseidon: warning: the link was not limited: {warning}", file=sys.stderr)
+    threads = max(1, len(os.sched_getaffinity(0)) // spec.num_ranks)
+    env = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
+    first = spec.hosts[0].name
+    speakers = {"rank0", first, f"{first}:0"}
+
+    def show(label: str, line: str) -> None:
+        print(line if label in speakers else f"[{label}] {line}", flush=True)
+
+    engine.run([sys.executable, *sys.orig_argv[1:]], on_line=show, env=env)

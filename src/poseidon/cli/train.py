@@ -1,0 +1,200 @@
+"""`poseidon train`: a task on one process, on the ranks that torchrun started, or on emulated hosts."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from poseidon import __version__
+from poseidon.auto import distribute
+from poseidon.cli.hosts import (
+    ClusterOption,
+    HostsOption,
+    LinkOption,
+    ProcsPerHostOption,
+    describe_links,
+    is_worker,
+    launch,
+    prepare,
+    read_hosts,
+)
+from poseidon.cli.progress import Progress, StepsFile, Tensorboard, Watchers
+from poseidon.comm.group import Group
+from poseidon.report.summary import Summary, draw, summarize
+from poseidon.runtime import join
+from poseidon.runtime.attach import Run
+from poseidon.runtime.run_folder import RunFolder, check_unused
+from poseidon.runtime.surroundings import Surroundings, device_of_rank, survey
+from poseidon.runtime.trainer import Outcome, Schedule, Watcher
+from poseidon.runtime.trainer import train as train_task
+from poseidon.tasks import Task, load_task
+from poseidon.timeline import Step, Timeline, to_line
+
+SUMMARIZED_STEPS = 200
+"""The last steps of every rank, from which the closing summary is made."""
+
+
+def train(
+    task: Annotated[str, typer.Argument(help="A built-in task's name, or path/to/file.py:function.", metavar="TASK")],
+    hosts: HostsOption = None,
+    procs_per_host: ProcsPerHostOption = 1,
+    link: LinkOption = None,
+    cluster: ClusterOption = None,
+    plan: Annotated[str, typer.Option(help="auto, all_reduce, or a plan's file.")] = "auto",
+    batch: Annotated[
+        int | None, typer.Option(help="Samples per rank and step; the task's own if not given.", min=1)
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="The task's own if not given.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after this many steps.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the first weights and the order of the samples.", min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="A new folder for model, plan, steps and timeline.")] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard too.")] = False,
+    check_replicas: Annotated[
+        bool, typer.Option("--check-replicas", help="Prove after each epoch that all ranks hold the same parameters.")
+    ] = False,
+) -> None:
+    """Train a task, over several hosts if there are any.
+
+    poseidon train fashion-mnist --hosts 4 --link 1Gbit/s --epochs 3 --out runs/first
+
+    torchrun --nnodes 2 … -m poseidon train fashion-mnist
+    """
+    spec = read_hosts(hosts, procs_per_host, link, cluster)
+    if tensorboard and out is None:
+        raise typer.BadParameter("events need a folder: add --out", param_hint="--tensorboard")
+    launcher = spec is not None and not is_worker()
+    if launcher:
+        prepare()
+    chosen = load_task(task)
+    if tensorboard:
+        Tensorboard.check()
+    if launcher:
+        assert spec is not None
+        if out is not None:
+            check_unused(out)
+        launch(spec)
+        return
+    schedule = Schedule(
+        epochs=epochs or chosen.epochs,
+        max_steps=steps,
+        batch_size=batch or chosen.batch_size,
+        seed=seed,
+        check_replicas=check_replicas,
+    )
+    options = {"task": task, "plan": plan, **schedule.model_dump(), "link": describe_links(spec)}
+    with joined() as group:
+        work(chosen, schedule, options, group, out=out, tensorboard=tensorboard)
+
+
+@contextmanager
+def joined() -> Iterator[Group]:
+    """The group of all ranks; whatever ends this rank early is told to the others."""
+    if os.environ.get("RANK", "0") != "0" and not logging.getLogger("poseidon").isEnabledFor(logging.DEBUG):
+        logging.getLogger("poseidon").setLevel(logging.WARNING)  # rank 0 says it for all
+    try:
+        yield join.init()
+    except BaseException as error:
+        join.shutdown(str(error) or type(error).__name__)
+        raise
+    join.shutdown()
+
+
+def work(
+    task: Task, schedule: Schedule, options: dict[str, Any], group: Group, *, out: Path | None, tensorboard: bool
+) -> None:
+    """What every rank does."""
+    console = Console(highlight=False)
+    device = device_of_rank()
+    surroundings = survey(group, device, options["link"])
+    with ExitStack() as stack:
+        folder = None if out is None else stack.enter_context(RunFolder(out, group))
+        if group.rank == 0:
+            console.print(f"{task.name}: {task.note}\n{surroundings.sentence()}", soft_wrap=True)
+        torch.manual_seed(schedule.seed)
+        model = task.make_model().to(device)
+        optimizer = task.make_optimizer(model.parameters())
+        run = distribute(model, optimizer, options["plan"], group=group)
+        torch.manual_seed(schedule.seed + 1 + group.rank)  # dropout draws other masks on each rank
+        if folder is not None:
+            run.recorder.on_step.append(folder.note_step)
+        facts = {
+            "poseidon": __version__,
+            "task": task.name,
+            "note": task.note,
+            "options": options,
+            "surroundings": surroundings.model_dump(),
+        }
+        if folder is not None and group.rank == 0:
+            folder.write_facts(facts)
+        watcher = _watcher(task, console, folder, group, stack, tensorboard=tensorboard)
+        outcome = train_task(task, run, schedule, watcher)
+        summary = summarize(gather_timelines(run))
+        run.detach()
+        if folder is not None:
+            _finish(folder, run, facts, outcome, summary)
+        if group.rank == 0:
+            _report(console, task, run, outcome, summary, surroundings, folder)
+        group.barrier()
+
+
+def _watcher(
+    task: Task, console: Console, folder: RunFolder | None, group: Group, stack: ExitStack, *, tensorboard: bool
+) -> Watcher:
+    """Rank 0 shows how it goes and writes it down; the others do not."""
+    if group.rank != 0:
+        return Watcher()
+    watchers: list[Watcher] = [stack.enter_context(Progress(task.metric, console))]
+    if folder is not None:
+        watchers.append(StepsFile(folder))
+        if tensorboard:
+            watchers.append(stack.enter_context(Tensorboard(folder.path / "tensorboard")))
+    return Watchers(watchers)
+
+
+def gather_timelines(run: Run) -> list[Timeline]:
+    """The last steps of every rank, by rank; without those in which plans were tried out, if there are others."""
+    kept = run.timeline.steps
+    settled = [step for step in kept if step.scheme == "plan"] or kept
+    mine = "".join(to_line(step) for step in settled[-SUMMARIZED_STEPS:])
+    texts = run.group.all_gather_text(mine, "gathering timelines")
+    return [Timeline(steps=tuple(map(Step.model_validate_json, text.splitlines()))) for text in texts]
+
+
+def _finish(folder: RunFolder, run: Run, facts: dict[str, Any], outcome: Outcome, summary: Summary) -> None:
+    elsewhere = folder.merge_timelines()
+    if run.group.rank != 0:
+        return
+    if elsewhere:
+        ranks = ", ".join(map(str, elsewhere))
+        logging.getLogger(__name__).warning("the timelines of ranks %s are in %s on their hosts", ranks, folder.path)
+    folder.write_model(run.model, run.plan)
+    result = {**outcome.model_dump(), "samples_per_s": outcome.samples_per_s, "summary": summary.model_dump()}
+    folder.write_facts({**facts, "plan": run.plan.summary(), "result": result})
+
+
+def _report(
+    console: Console,
+    task: Task,
+    run: Run,
+    outcome: Outcome,
+    summary: Summary,
+    surroundings: Surroundings,
+    folder: RunFolder | None,
+) -> None:
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in outcome.scores.items())
+    console.print()
+    console.print(f"{scores}; {outcome.samples_per_s:,.0f} samples/s over {_ranks(run.group)}", soft_wrap=True)
+    console.print(draw(summary, num_hosts=surroundings.hosts))
+    console.print(f"plan: {run.plan.summary()}", soft_wrap=True)
+    if folder is not None:
+        console.print(f"written to {folder.path}", soft_wrap=True)
+
+
+def _ranks(group: Group) -> str:
+    return "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"

@@ -1,0 +1,106 @@
+"""On what a run runs: versions, hosts, cores, threads and link, which belong next to every number."""
+
+import json
+import os
+import platform
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from poseidon.artifact import Value
+from poseidon.comm.group import Group
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Surroundings(Value):
+    """What a run ran on."""
+
+    torch: str = torch.__version__
+    python: str = platform.python_version()
+    world_size: int
+    hosts: int
+    """As the launcher counts them; emulated ones count too."""
+    cores: int
+    """Of all machines that the hosts are on."""
+    threads: int
+    """With which torch computes on each rank."""
+    device: str
+    link: str | None = None
+    """As the options say."""
+    shaped: bool = False
+    """Whether the links really have that rate: ranks that had to go to loopback have not."""
+    loopback: bool = False
+    """Whether all ranks talk over this machine's loopback."""
+
+    @property
+    def cores_per_host(self) -> float:
+        """Below one where emulated hosts share fewer cores."""
+        return self.cores / self.hosts
+
+    def sentence(self) -> str:
+        """Hosts, cores and link, as in `4 hosts on 2 cores, 1Gbit/s, shaped`."""
+        ranks = "" if self.world_size == self.hosts else f"{_count(self.world_size, 'rank')} on "
+        where = f"{ranks}{_count(self.hosts, 'host')} on {_count(self.cores, 'core')}"
+        if self.world_size == 1:
+            return where
+        if self.shaped:
+            return f"{where}, {self.link}, shaped"
+        return f"{where}, loopback: the link was not limited" if self.loopback else f"{where}, over their own network"
+
+
+def survey(group: Group, device: torch.device, link: str | None = None) -> Surroundings:
+    """Asks every rank where it is.
+
+    Args:
+        group: All ranks call this together.
+        device: What this rank computes on.
+        link: The rate that emulated links were asked to have.
+    """
+    loopback = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
+    mine = {"host": _host(), "machine": _machine(), "cores": _cores(), "loopback": loopback}
+    everyone = [json.loads(text) for text in group.all_gather_text(json.dumps(mine), "asking where the ranks are")]
+    on_loopback = group.world_size > 1 and all(one["loopback"] for one in everyone)
+    return Surroundings(
+        world_size=group.world_size,
+        hosts=len({one["host"] for one in everyone}),
+        cores=sum({one["machine"]: int(one["cores"]) for one in everyone}.values()),
+        threads=torch.get_num_threads(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        link=link,
+        shaped=link is not None and not on_loopback,
+        loopback=on_loopback,
+    )
+
+
+def device_of_rank() -> torch.device:
+    """The GPU of this rank, by its number among the ranks of its host, or the processor."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _host() -> str:
+    for name in ("GROUP_RANK", "NODE_RANK"):
+        if name in os.environ:
+            return os.environ[name]
+    return socket.gethostname()
+
+
+def _machine() -> str:
+    """Emulated hosts are on one machine: they have its kernel's boot in common."""
+    with suppress(OSError):
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    return socket.gethostname()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,162 @@
+"""The step loop for a Task: the same on one rank and on many."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from pydantic import Field
+
+from poseidon.artifact import Value
+from poseidon.comm.group import Group
+from poseidon.runtime.attach import Run
+from poseidon.runtime.data import Share, Shares, batches
+from poseidon.runtime.ledger import Ledger, StepResult
+from poseidon.tasks.task import Batch, Samples, Task
+from poseidon.timeline import Activity
+
+T = TypeVar("T")
+
+
+class Schedule(Value):
+    """How long and with how many samples at a time."""
+
+    epochs: int = Field(ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many steps, even within an epoch."""
+    batch_size: int = Field(ge=1)
+    """Samples per rank and step."""
+    seed: int = Field(default=0, ge=0)
+    """Of the order of the samples."""
+    check_replicas: bool = False
+    """Prove at the end of each epoch that all ranks hold the same parameters, bit by bit."""
+
+
+class Outcome(Value):
+    """What came out of a training."""
+
+    scores: dict[str, float]
+    """Of the last evaluation, as the task names them."""
+    num_steps: int
+    num_samples: int
+    """Trained on, over all ranks and epochs."""
+    seconds: float
+    """Of all training steps, without evaluations."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """Over all ranks."""
+        return self.num_samples / self.seconds if self.seconds else 0.0
+
+
+class Watcher:
+    """Is told how the training goes; this one does nothing with it."""
+
+    def on_start(self, num_steps: int) -> None:
+        """The first of so many steps is about to be made."""
+
+    def on_step(self, num_steps: int) -> None:
+        """So many steps are made on this rank."""
+
+    def on_results(self, results: Sequence[StepResult]) -> None:
+        """What a few steps gave over all ranks, every few seconds."""
+
+    def on_epoch(self, epoch: int, num_steps: int, scores: Mapping[str, float]) -> None:
+        """An epoch, or what was made of it, ended after so many steps in all, and its model scored so."""
+
+
+def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome:
+    """Trains a model that is under a plan, and scores it at the end of each epoch.
+
+    Every rank takes its part of each global batch. Its mean loss is weighted by its number of samples, so that the
+    update is the mean over the global batch also where ranks have different numbers of samples, or none.
+
+    Args:
+        task: Data, loss and score.
+        run: Model, optimizer and ranks, on every rank alike.
+        schedule: How long.
+        watcher: Is told how it goes.
+    """
+    data, test_data = task.make_train_data(), task.make_test_data()
+    shares = Shares(
+        num_samples=len(data),
+        rank=run.group.rank,
+        world_size=run.group.world_size,
+        local_batch_size=schedule.batch_size,
+        seed=schedule.seed,
+    )
+    num_steps = min(schedule.epochs * shares.num_steps, schedule.max_steps or schedule.epochs * shares.num_steps)
+    ledger = Ledger(run, num_steps // 10, watcher.on_results)
+    watcher.on_start(num_steps)
+    scores: dict[str, float] = {}
+    for epoch in range(-(-num_steps // shares.num_steps)):
+        run.model.train()
+        run.recorder.restart()
+        loaded = batches(data, shares.epoch(epoch), collate=task.collate)
+        for share, batch in islice(_timed(run, loaded), num_steps - ledger.num_steps):
+            ledger.note(epoch, share, take_step(task, run, share, batch))
+            watcher.on_step(ledger.num_steps)
+        ledger.combine()
+        run.sync_buffers()
+        if schedule.check_replicas:
+            run.check_replicas()
+        scores = evaluate(task, run.model, test_data, run.group, schedule.batch_size)
+        watcher.on_epoch(epoch, ledger.num_steps, scores)
+    ledger.close()
+    return Outcome(scores=scores, num_steps=ledger.num_steps, num_samples=ledger.num_samples, seconds=ledger.seconds)
+
+
+def take_step(task: Task, run: Run, share: Share, batch: Batch | None) -> torch.Tensor | None:
+    """One forward, backward and update; a rank without samples only takes part in the exchange.
+
+    Returns:
+        This rank's mean loss, a scalar; None if it had no samples.
+    """
+    assert run.optimizer is not None
+    run.optimizer.zero_grad()
+    loss = None
+    if batch is None:
+        run.empty_step()
+    else:
+        loss = task.loss(run.model, to_device(batch, device_of(run.model)))
+        (loss * share.weight).backward()
+    run.optimizer.step()
+    return loss
+
+
+def evaluate(task: Task, model: torch.nn.Module, data: Samples, group: Group, batch_size: int) -> dict[str, float]:
+    """Scores a model on data of which each rank takes a part: each sample counts once, whatever the sizes."""
+    shares = Shares(num_samples=len(data), rank=group.rank, world_size=group.world_size, local_batch_size=batch_size)
+    counts: dict[str, torch.Tensor] = {}
+    model.eval()
+    for _, batch in batches(data, shares.epoch(), collate=task.collate):
+        if batch is not None:
+            for name, value in task.evaluate(model, to_device(batch, device_of(model))).items():
+                counts[name] = counts.get(name, torch.zeros((), dtype=torch.float64)) + value.double().cpu()
+    model.train()
+    mine = json.dumps({name: float(value) for name, value in counts.items()})
+    everyone = [json.loads(text) for text in group.all_gather_text(mine, "adding up the evaluation")]
+    names = dict.fromkeys(name for one in everyone for name in one)
+    return task.score({name: sum(one.get(name, 0.0) for one in everyone) for name in names})
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where the model's first parameter is."""
+    return next(model.parameters()).device
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch on a device."""
+    return tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+
+
+def _timed(run: Run, source: Iterator[T]) -> Iterator[T]:
+    """Stamps how long the training thread waits for its samples."""
+    while True:
+        run.recorder.begin(Activity.LOADER)
+        item = next(source, None)
+        run.recorder.end(Activity.LOADER)
+        if item is None:
+            return
+        yield item
