@@ -4,8 +4,11 @@ A process in which a launcher has set RANK and WORLD_SIZE, ours or torchrun, is 
 it was given hosts, and a worker of its own if it was not.
 """
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +16,10 @@ import typer
 
 from poseidon.cluster.emulated import enter_user_namespace
 from poseidon.cluster.spec import ClusterSpec, parse_links
+from poseidon.comm.group import Group
 from poseidon.errors import ClusterError
 from poseidon.launch.local import engine_for
+from poseidon.runtime import join
 
 HostsOption = Annotated[
     int | None, typer.Option(help="Emulated hosts on this machine, one rank on each.", min=1, show_default=False)
@@ -97,3 +102,16 @@ def launch(spec: ClusterSpec) -> None:
         print(line if label in speakers else f"[{label}] {line}", flush=True)
 
     engine.run([sys.executable, *sys.orig_argv[1:]], on_line=show, env=env)
+
+
+@contextmanager
+def joined() -> Iterator[Group]:
+    """The group of all ranks; whatever ends this rank early is told to the others."""
+    if os.environ.get("RANK", "0") != "0" and not logging.getLogger("poseidon").isEnabledFor(logging.DEBUG):
+        logging.getLogger("poseidon").setLevel(logging.WARNING)  # rank 0 says it for all
+    try:
+        yield join.init()
+    except BaseException as error:
+        join.shutdown(str(error) or type(error).__name__)
+        raise
+    join.shutdown()

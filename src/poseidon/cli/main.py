@@ -35,6 +35,7 @@ class Verb:
 
 VERBS = {
     "train": Verb(module="poseidon.cli.train", help="Train a task, on one process or over several hosts."),
+    "bench": Verb(module="poseidon.cli.bench", help="Race Poseidon against DDP or one scheme, step by step in turns."),
     "lab": Verb(
         module="poseidon.cli.lab",
         help="Run a command on emulated hosts with links of a chosen rate.",

@@ -1,9 +1,7 @@
 """`poseidon train`: a task on one process, on the ranks that torchrun started, or on emulated hosts."""
 
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +18,7 @@ from poseidon.cli.hosts import (
     ProcsPerHostOption,
     describe_links,
     is_worker,
+    joined,
     launch,
     prepare,
     read_hosts,
@@ -27,7 +26,6 @@ from poseidon.cli.hosts import (
 from poseidon.cli.progress import Progress, StepsFile, Tensorboard, Watchers
 from poseidon.comm.group import Group
 from poseidon.report.summary import Summary, draw, summarize
-from poseidon.runtime import join
 from poseidon.runtime.attach import Run
 from poseidon.runtime.run_folder import RunFolder, check_unused
 from poseidon.runtime.surroundings import Surroundings, device_of_rank, survey
@@ -90,19 +88,6 @@ def train(
     options = {"task": task, "plan": plan, **schedule.model_dump(), "link": describe_links(spec)}
     with joined() as group:
         work(chosen, schedule, options, group, out=out, tensorboard=tensorboard)
-
-
-@contextmanager
-def joined() -> Iterator[Group]:
-    """The group of all ranks; whatever ends this rank early is told to the others."""
-    if os.environ.get("RANK", "0") != "0" and not logging.getLogger("poseidon").isEnabledFor(logging.DEBUG):
-        logging.getLogger("poseidon").setLevel(logging.WARNING)  # rank 0 says it for all
-    try:
-        yield join.init()
-    except BaseException as error:
-        join.shutdown(str(error) or type(error).__name__)
-        raise
-    join.shutdown()
 
 
 def work(
