@@ -76,6 +76,10 @@ class Group:
         group.connections = connections
         return group
 
+    def close(self) -> None:
+        """Lets go of the process groups: while something holds them, their threads outlive the interpreter's end."""
+        self._groups = []
+
     @property
     def max_connections(self) -> int:
         """How many connections to each peer exist."""

@@ -1,5 +1,6 @@
 """Joining the ranks that torchrun, a launcher of ours or anything else that sets torch's variables has started."""
 
+import atexit
 import logging
 import os
 import socket
@@ -9,6 +10,10 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+
+# Its functions have the default group as a default argument, evaluated when it is imported. Imported later, by an
+# optimizer say, it would hold the group for good: gloo's threads would outlive the interpreter and abort the process.
+import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from poseidon.comm.group import Group
@@ -48,6 +53,7 @@ def init(*, connections: int = 1) -> Group:
     set_threads()
     if not dist.is_initialized():
         _join()
+    atexit.register(_leave_at_exit)
     liveness = _watch() if dist.is_initialized() and dist.get_world_size() > 1 else None
     _joined["liveness"] = liveness
     _joined["group"] = Group.of_default(connections=connections, liveness=liveness)
@@ -82,8 +88,16 @@ def shutdown(reason: str = "") -> None:
         if liveness is not None:
             liveness.close(reason)
         if _joined.pop("made_group", False) and dist.is_initialized() and not reason:
+            if group is not None:
+                group.close()
             dist.destroy_process_group()
         _joined.clear()
+
+
+def _leave_at_exit() -> None:
+    """A program that ends without `shutdown` waits for nobody, and says so to the others."""
+    if _joined:
+        shutdown("its program ended without poseidon.shutdown()")
 
 
 def set_threads() -> None:
