@@ -2,7 +2,7 @@
 
 import importlib.util
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,9 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from poseidon.errors import ConfigError
-from poseidon.runtime.ledger import StepResult
+from poseidon.runtime.ledger import StepResult, Watcher
 from poseidon.runtime.run_folder import RunFolder
-from poseidon.runtime.trainer import Watcher
 
 LINE_SECONDS = 5.0
 """Between two lines, where there is no bar."""
@@ -54,7 +53,8 @@ class Progress(Watcher):
         console: Where lines go.
     """
 
-    def __init__(self, metric: str, console: Console) -> None:
+    def __init__(self, metric: str, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._metric = metric
         self._console = console
         terminal = Console(stderr=True)
@@ -64,12 +64,12 @@ class Progress(Watcher):
             self._bar = Bar(*columns, console=terminal, transient=True)
             self._bar_task = self._bar.add_task("starting", total=None)
         self._num_steps = 0
-        self._shown_at = time.monotonic()
+        self._shown_at = self._clock()
 
     def on_start(self, num_steps: int) -> None:
         """See `Watcher`."""
         self._num_steps = num_steps
-        self._shown_at = time.monotonic()
+        self._shown_at = self._clock()
         if self._bar is not None:
             self._bar.update(self._bar_task, total=num_steps)
 
@@ -87,8 +87,8 @@ class Progress(Watcher):
         done = results[-1].step + 1
         if self._bar is not None:
             self._bar.update(self._bar_task, description=state)
-        elif time.monotonic() - self._shown_at >= LINE_SECONDS or done == len(results):
-            self._shown_at = time.monotonic()
+        elif self._clock() - self._shown_at >= LINE_SECONDS or done == len(results):
+            self._shown_at = self._clock()
             left = (self._num_steps - done) * seconds / len(results)
             self._console.print(f"step {done} of {self._num_steps}, {state}, {left:,.0f} s left", soft_wrap=True)
 

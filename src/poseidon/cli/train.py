@@ -27,9 +27,10 @@ from poseidon.cli.progress import Progress, StepsFile, Tensorboard, Watchers
 from poseidon.comm.group import Group
 from poseidon.report.summary import Summary, draw, summarize
 from poseidon.runtime.attach import Run
+from poseidon.runtime.ledger import Watcher
 from poseidon.runtime.run_folder import RunFolder, check_unused
 from poseidon.runtime.surroundings import Surroundings, device_of_rank, survey
-from poseidon.runtime.trainer import Outcome, Schedule, Watcher
+from poseidon.runtime.trainer import Outcome, Schedule
 from poseidon.runtime.trainer import train as train_task
 from poseidon.tasks import Task, load_task
 from poseidon.timeline import Step, Timeline, to_line

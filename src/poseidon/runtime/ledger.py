@@ -6,7 +6,7 @@ each single step is known all the same, only a little later.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import starmap
 
 import torch
@@ -44,26 +44,43 @@ class StepResult(Value):
         return json.dumps({**self.model_dump(), "loss": loss, "samples_per_s": self.samples_per_s}) + "\n"
 
 
+class Watcher:
+    """Is told how the training goes; this one does nothing with it."""
+
+    def on_start(self, num_steps: int) -> None:
+        """The first of so many steps is about to be made."""
+
+    def on_step(self, num_steps: int) -> None:
+        """So many steps are made on this rank."""
+
+    def on_results(self, results: Sequence[StepResult]) -> None:
+        """What a few steps gave over all ranks, every few seconds."""
+
+    def on_epoch(self, epoch: int, num_steps: int, scores: Mapping[str, float]) -> None:
+        """An epoch, or what was made of it, ended after so many steps in all, and its model scored so."""
+
+
 class Ledger:
     """What this rank noted since the ranks last exchanged their notes.
 
     Args:
         run: Whose steps are noted.
         most_steps: Exchange after this many at the latest.
-        on_results: Gets the combined steps, oldest first, on every rank.
+        watcher: Gets the combined steps, oldest first, on every rank.
     """
 
-    def __init__(self, run: Run, most_steps: int, on_results: Callable[[Sequence[StepResult]], None]) -> None:
+    def __init__(self, run: Run, most_steps: int, watcher: Watcher) -> None:
         self.num_steps = 0
         self.num_samples = 0
         self.seconds = 0.0
         """Of all combined steps."""
         self._run = run
         self._most_steps = max(1, most_steps)
-        self._on_results = on_results
+        self._watcher = watcher
         self._shares: list[tuple[int, Share]] = []
         self._loss_sums: list[torch.Tensor] = []
         self._step_seconds: list[float] = []
+        self._seconds_of_step = 0.0
         self._interval = 1
         run.recorder.on_step.append(self._note_seconds)
 
@@ -74,6 +91,8 @@ class Ledger:
     def note(self, epoch: int, share: Share, loss: torch.Tensor | None) -> None:
         """Notes one step with this rank's mean loss; None where it had no sample."""
         self._shares.append((epoch, share))
+        self._step_seconds.append(self._seconds_of_step)
+        self._seconds_of_step = 0.0
         self._loss_sums.append(torch.zeros(()) if loss is None else loss.detach() * len(share.indices))
         self.num_steps += 1
         if len(self._shares) >= self._interval:
@@ -99,7 +118,7 @@ class Ledger:
         self.num_samples += sum(result.num_samples for result in results)
         self.seconds += sum(seconds)
         self._shares, self._loss_sums, self._step_seconds = [], [], []
-        self._on_results(results)
+        self._watcher.on_results(results)
 
     def _next_interval(self) -> int:
         """As many steps as take about five seconds; grows slowly, because the first steps are not like the others."""
@@ -107,7 +126,7 @@ class Ledger:
         return max(1, min(round(COMBINE_SECONDS / max(mean, 1e-6)), 4 * self._interval, self._most_steps))
 
     def _note_seconds(self, step: Step) -> None:
-        self._step_seconds.append(step.seconds)
+        self._seconds_of_step += step.seconds  # a loss may hold several backward passes
 
 
 def _result(step: int, place: tuple[int, Share], loss_sum: float, seconds: float) -> StepResult:

@@ -1,7 +1,7 @@
 """The step loop for a Task: the same on one rank and on many."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from poseidon.artifact import Value
 from poseidon.comm.group import Group
 from poseidon.runtime.attach import Run
 from poseidon.runtime.data import Share, Shares, batches
-from poseidon.runtime.ledger import Ledger, StepResult
+from poseidon.runtime.ledger import Ledger, Watcher
 from poseidon.tasks.task import Batch, Samples, Task
 from poseidon.timeline import Activity
 
@@ -50,22 +50,6 @@ class Outcome(Value):
         return self.num_samples / self.seconds if self.seconds else 0.0
 
 
-class Watcher:
-    """Is told how the training goes; this one does nothing with it."""
-
-    def on_start(self, num_steps: int) -> None:
-        """The first of so many steps is about to be made."""
-
-    def on_step(self, num_steps: int) -> None:
-        """So many steps are made on this rank."""
-
-    def on_results(self, results: Sequence[StepResult]) -> None:
-        """What a few steps gave over all ranks, every few seconds."""
-
-    def on_epoch(self, epoch: int, num_steps: int, scores: Mapping[str, float]) -> None:
-        """An epoch, or what was made of it, ended after so many steps in all, and its model scored so."""
-
-
 def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome:
     """Trains a model that is under a plan, and scores it at the end of each epoch.
 
@@ -87,7 +71,7 @@ def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome
         seed=schedule.seed,
     )
     num_steps = min(schedule.epochs * shares.num_steps, schedule.max_steps or schedule.epochs * shares.num_steps)
-    ledger = Ledger(run, num_steps // 10, watcher.on_results)
+    ledger = Ledger(run, num_steps // 10, watcher)
     watcher.on_start(num_steps)
     scores: dict[str, float] = {}
     for epoch in range(-(-num_steps // shares.num_steps)):
