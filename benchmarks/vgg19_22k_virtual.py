@@ -7,8 +7,9 @@ the two, which decides what an exchange costs, stays the paper's.
 
     python benchmarks/vgg19_22k_virtual.py --json vgg19_22k.json
 
-Three plans: *hybrid* (Poseidon's rule), *wait-free* (all-reduce everywhere, while backward goes on) and *sequential server*
-(a sharded parameter server, after backward). A speed-up is samples per second over those of one host without exchange.
+Three plans: *hybrid* (Poseidon's rule), *wait-free* (all-reduce everywhere, while backward goes on) and *sequential
+server* (a sharded parameter server, after backward). A speed-up is samples per second over those of one host without
+exchange.
 
 Source: Zhang et al., "Poseidon: an efficient communication architecture for distributed deep learning on GPU clusters",
 USENIX ATC 2017, section 5.1 and figure 6.
@@ -114,7 +115,7 @@ def _measure(profile: ModelProfile, plan: Plan | None, group: Group, warm_up: in
     """Steps under one plan; the replicas are zeros everywhere, so `Run` is made without making them equal first."""
     writable = plan is not None and any(scheme.kind == "sharded_server" for scheme in plan.schemes.values())
     model, batch = virtual_model(profile, writable=writable), virtual_batch(profile)
-    optimizer = virtual_optimizer(model)
+    optimizer = virtual_optimizer(model.parameters())
     run = Run(model, optimizer, plan, group) if plan is not None else None
     ends, processor = [], []
     group.barrier()

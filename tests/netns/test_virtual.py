@@ -47,7 +47,7 @@ def work() -> None:
     model = virtual_model(profile())
     medians = {}
     for wait_free in (True, False):
-        optimizer = virtual_optimizer(model)
+        optimizer = virtual_optimizer(model.parameters())
         run = attach(model, optimizer, uniform_plan(profile(), group.world_size, wait_free=wait_free), group)
         for _ in range(4):
             virtual_loss(model, virtual_batch(profile())).backward()

@@ -69,6 +69,11 @@ def test_meta_counts_at_most_as_many_touched_rows_as_lookups() -> None:
     ]
 
 
+def assert_took(seconds: float, slept: float) -> None:
+    """Never less than what was slept, and not much more even where other processes have the cores."""
+    assert slept <= seconds < slept + 0.1
+
+
 class Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -96,23 +101,23 @@ def test_seconds_are_those_of_each_layer_and_add_up_to_the_pass() -> None:
     model = nn.Sequential(Sleeper(0.02), nn.ReLU(), Sleeper(0.04))
     profile = profile_model(model, torch.zeros(3, 4), first, num_passes=3)
     lower, upper = profile.layers
-    assert lower.forward_seconds == pytest.approx(0.02, abs=0.01)
-    assert lower.backward_seconds == pytest.approx(0.04, abs=0.015)
-    assert upper.forward_seconds == pytest.approx(0.04, abs=0.01)
-    assert upper.backward_seconds == pytest.approx(0.08, abs=0.015)
-    assert profile.seconds == pytest.approx(0.18, abs=0.04)
+    assert_took(lower.forward_seconds, 0.02)
+    assert_took(lower.backward_seconds, 0.04)
+    assert_took(upper.forward_seconds, 0.04)
+    assert_took(upper.backward_seconds, 0.08)
+    assert_took(profile.seconds, 0.18)
     assert profile.source.startswith("measured on")
 
 
 def test_what_owns_no_parameters_counts_with_the_layer_that_follows() -> None:
     class Idle(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.03)
+            time.sleep(0.05)
             return x
 
     profile = profile_model(nn.Sequential(Sleeper(0), Idle(), Sleeper(0), Idle()), torch.zeros(3, 4), first)
-    assert profile.layers[0].forward_seconds < 0.02
-    assert profile.layers[1].forward_seconds > 0.055
+    assert profile.layers[0].forward_seconds < 0.05
+    assert profile.layers[1].forward_seconds >= 0.1
 
 
 def test_of_a_fully_connected_layer_the_weight_gradient_is_left_out() -> None:

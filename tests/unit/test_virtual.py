@@ -18,6 +18,7 @@ from poseidon.profile.structure import StepWatch
 from poseidon.profile.virtual import (
     VirtualOptimizer,
     virtual_batch,
+    virtual_counts,
     virtual_loss,
     virtual_model,
     virtual_optimizer,
@@ -70,6 +71,11 @@ FORWARD, BACKWARD = 0.05, 0.065
 WEIGHT_GRADIENTS = 0.03
 
 
+def assert_took(seconds: float, slept: float) -> None:
+    """Never less than what was to be slept, and not much more even where other processes have the cores."""
+    assert slept <= seconds < slept + 0.15
+
+
 def vgg19_22k(seconds: float) -> ModelProfile:
     with torch.device("meta"):
         model = VGG19(num_classes=21841)
@@ -95,7 +101,7 @@ def test_layers_bear_the_names_the_parameters_and_the_structures_of_the_profile(
 @pytest.mark.parametrize("writable", [False, True])
 def test_gradients_have_the_real_sizes_and_are_finite(writable: bool) -> None:
     model = virtual_model(NET, writable=writable)
-    optimizer = virtual_optimizer(model)
+    optimizer = virtual_optimizer(model.parameters())
     for _ in range(2):
         loss = virtual_loss(model, virtual_batch(NET))
         assert loss.shape == ()
@@ -126,18 +132,18 @@ def test_the_seconds_of_the_profile_are_slept() -> None:
     middle = time.monotonic()
     loss.backward()
     end = time.monotonic()
-    assert middle - start == pytest.approx(FORWARD, abs=0.03)
-    assert end - middle == pytest.approx(BACKWARD + WEIGHT_GRADIENTS, abs=0.04)
-    assert middle - start >= FORWARD
-    assert end - middle >= BACKWARD + WEIGHT_GRADIENTS
+    assert_took(middle - start, FORWARD)
+    assert_took(end - middle, BACKWARD + WEIGHT_GRADIENTS)
 
 
-def test_late_wake_ups_do_not_add_up() -> None:
+def test_late_wake_ups_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds + 0.002))
     layers = tuple(layer(f"l{i}", (2,), seconds=(0.001, 0.001)) for i in range(100))
     model = virtual_model(ModelProfile(model="many", batch_size=1, layers=layers))
     start = time.monotonic()
     virtual_loss(model, None).backward()
-    assert 0.2 <= time.monotonic() - start < 0.28
+    assert 0.2 <= time.monotonic() - start < 0.4, "200 times 3 ms would be 0.6 s"
 
 
 def test_a_given_rate_sets_the_weight_gradients() -> None:
@@ -146,7 +152,7 @@ def test_a_given_rate_sets_the_weight_gradients() -> None:
     loss = virtual_loss(model, virtual_batch(NET))
     start = time.monotonic()
     loss.backward()
-    assert time.monotonic() - start == pytest.approx(BACKWARD + 22_800 / 240_000, abs=0.04)
+    assert_took(time.monotonic() - start, BACKWARD + 22_800 / 240_000)
 
 
 def test_a_rebuild_sleeps_for_its_operations_at_the_rate_of_the_layer() -> None:
@@ -154,23 +160,26 @@ def test_a_rebuild_sleeps_for_its_operations_at_the_rate_of_the_layer() -> None:
     start = time.monotonic()
     made = math.rebuild(torch.zeros(16, 50), torch.zeros(16, 30), None, False)
     assert made.shape == (50, 30)
-    assert time.monotonic() - start == pytest.approx(4 * 0.02, abs=0.03), "four times the rows of a forward pass"
+    assert_took(time.monotonic() - start, 4 * 0.02)  # four times the rows of a forward pass
     assert math.rebuild(torch.zeros(0, 50), torch.zeros(0, 30), made, True) is made
 
 
 def test_the_virtual_optimizer_sleeps_and_changes_nothing() -> None:
     model = virtual_model(NET)
-    optimizer = virtual_optimizer(model, seconds=0.05)
+    optimizer = virtual_optimizer(model.parameters(), seconds=0.05)
     assert isinstance(optimizer, VirtualOptimizer)
     start = time.monotonic()
     optimizer.step()
-    assert 0.05 <= time.monotonic() - start < 0.1
+    assert_took(time.monotonic() - start, 0.05)
 
 
 def test_evaluation_sleeps_forward_only() -> None:
     model = virtual_model(NET)
     with torch.no_grad():
+        start = time.monotonic()
         assert not virtual_loss(model, virtual_batch(NET)).requires_grad
+        assert int(virtual_counts(model, virtual_batch(NET))["samples"]) == 4
+    assert_took(time.monotonic() - start, 2 * FORWARD)
 
 
 def test_building_vgg19_22k_takes_no_memory_to_speak_of() -> None:
@@ -188,7 +197,7 @@ def test_building_vgg19_22k_takes_no_memory_to_speak_of() -> None:
 def train(rank: int, world_size: int, profile: ModelProfile, kind: str, wait_free: bool) -> dict[str, Any]:
     scheme = SCHEMES[kind]()
     model = virtual_model(profile, writable=kind == "sharded_server")
-    optimizer = virtual_optimizer(model)
+    optimizer = virtual_optimizer(model.parameters())
     plan = uniform_plan(profile, world_size, scheme, wait_free=wait_free)
     run = attach(model, optimizer, plan, Group.of_default())
     for _ in range(3):
@@ -229,7 +238,7 @@ def hybrid_memory(rank: int, world_size: int) -> int:
     before = psutil.Process().memory_info().rss
     schemes = {x.name: SufficientFactor() if x.structure is OUTER else AllReduce() for x in profile.layers}
     model = virtual_model(profile)
-    optimizer = virtual_optimizer(model)
+    optimizer = virtual_optimizer(model.parameters())
     run = attach(model, optimizer, uniform_plan(profile, world_size, schemes), Group.of_default())
     for _ in range(2):
         virtual_loss(model, virtual_batch(profile)).backward()

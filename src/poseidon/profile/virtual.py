@@ -192,7 +192,6 @@ class VirtualModel(nn.Module):
 
     def __init__(self, profile: ModelProfile, *, flops_per_s: float | None, writable: bool) -> None:
         super().__init__()
-        self.writable = writable
         self._clock = DeviceClock()
         sizes = [tensor.num_bytes for layer in profile.layers for tensor in layer.parameters]
         self._zeros = Zeros(max(sizes, default=0))
@@ -303,6 +302,13 @@ def virtual_loss(model: nn.Module, batch: object) -> torch.Tensor:
     return loss
 
 
+def virtual_counts(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What evaluating a virtual model finds, as a task's `evaluate`: samples, none of them right, without loss."""
+    model(batch)
+    zero = torch.zeros(())
+    return {"correct": zero, "loss_sum": zero, "samples": torch.full((), len(batch))}
+
+
 def virtual_batch(profile: ModelProfile) -> torch.Tensor:
     """A batch for a virtual model, one number per sample: shape `(batch_size, 1)`."""
     return torch.zeros(max(1, profile.batch_size), 1)
@@ -327,12 +333,13 @@ class VirtualOptimizer(torch.optim.Optimizer):
         return loss
 
 
-def virtual_optimizer(model: VirtualModel, *, seconds: float = 0.0) -> torch.optim.Optimizer:
-    """The optimizer for a virtual model.
+def virtual_optimizer(params: Iterable[nn.Parameter], *, seconds: float = 0.0) -> torch.optim.Optimizer:
+    """The optimizer for the parameters of a virtual model.
 
     One that sleeps, or where parameters have memory the SGD that `sharded_server` knows, with a learning rate of zero;
     that one really reads and writes this rank's stretch of the parameters.
     """
-    if model.writable:
-        return torch.optim.SGD(model.parameters(), lr=0.0)
-    return VirtualOptimizer(model.parameters(), seconds=seconds)
+    params = list(params)
+    if all(parameter.is_contiguous() for parameter in params):
+        return torch.optim.SGD(params, lr=0.0)
+    return VirtualOptimizer(params, seconds=seconds)
