@@ -158,10 +158,16 @@ def _places(ranks_by_node: Sequence[int]) -> list[RankPlace]:
 def _environment(
     env: Mapping[str, str] | None, place: RankPlace, *, address: str, port: int, interface: str
 ) -> dict[str, str]:
-    """This process's variables, the caller's on top, the rank's on top of both; none for threads or devices."""
+    """This process's variables, the caller's on top, the rank's on top of both; none for devices.
+
+    All ranks share this machine's cores, whatever host they are on: each gets an equal number of threads, and at least
+    one, unless somebody has set OMP_NUM_THREADS. More threads than cores would wait for each other.
+    """
     inherited = {name: value for name, value in os.environ.items() if name != _AGENT_STORE}
+    cores = len(os.sched_getaffinity(0))
     return {
         "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed
+        "OMP_NUM_THREADS": str(max(1, cores // place.world_size)),
         **inherited,
         **(env or {}),
         **place.variables(),

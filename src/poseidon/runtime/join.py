@@ -103,6 +103,7 @@ def _leave_at_exit() -> None:
 def set_threads() -> None:
     """Gives torch this rank's share of the cores, unless OMP_NUM_THREADS has said how many it may use."""
     if "OMP_NUM_THREADS" in os.environ and not _set_by_torchrun():
+        log.info("computing with %d threads, as OMP_NUM_THREADS says", torch.get_num_threads())
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = _number("LOCAL_WORLD_SIZE", 1)
