@@ -54,10 +54,18 @@ def test_every_rank_knows_its_place() -> None:
     assert sorted(lines) == [(f"rank{i}", f"{i}/3 {i}/3 0 0 127.0.0.1") for i in range(3)]
 
 
-def test_threads_and_devices_are_left_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_cores_and_devices_are_left_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    assert launch("env | grep -E 'OMP|CUDA|THREADS' || echo none", num_ranks=1) == [("rank0", "none")]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for num_ranks, threads in ((1, 8), (3, 2), (9, 1)):
+        lines = launch("env | grep -E 'OMP|CUDA|THREADS'", num_ranks=num_ranks)
+        assert lines == [(label, f"OMP_NUM_THREADS={threads}") for label, _ in lines]
+
+
+def test_the_users_number_of_threads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert launch('echo "$OMP_NUM_THREADS"', num_ranks=2) == [("rank0", "3"), ("rank1", "3")]
 
 
 def test_variables_of_the_caller_reach_every_rank() -> None:

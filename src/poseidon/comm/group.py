@@ -67,13 +67,12 @@ class Group:
         """A receive may be posted with a larger buffer than the message: gloo yes, NCCL no."""
 
     @classmethod
-    def of_default(cls, *, connections: int = 1, liveness: Liveness | None = None) -> "Group":
+    def of_default(cls, *, max_connections: int = 1, liveness: Liveness | None = None) -> "Group":
         """A group over torch's default process group; further connections are made now."""
         if not dist.is_initialized():
             return cls([])
-        groups = [dist.group.WORLD] + [dist.new_group() for _ in range(connections - 1)]
+        groups = [dist.group.WORLD] + [dist.new_group() for _ in range(max_connections - 1)]
         group = cls([g for g in groups if g is not None], liveness=liveness)
-        group.connections = connections
         return group
 
     def close(self) -> None:

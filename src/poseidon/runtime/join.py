@@ -31,14 +31,15 @@ _joined: dict[str, Any] = {}
 """What `init` made in this process: the group, and what `shutdown` has to undo."""
 
 
-def init(*, connections: int = 1) -> Group:
+def init(*, max_connections: int = 2) -> Group:
     """Joins the other ranks, or stays alone where no launcher has set RANK and WORLD_SIZE.
 
     Chooses the network interface by the route to MASTER_ADDR, listens on no other, and gives torch the cores of
     this host divided by the ranks on it unless OMP_NUM_THREADS says otherwise. A process group that exists is used.
 
     Args:
-        connections: Connections to each peer that a plan may use.
+        max_connections: Connections to each peer that are made; a plan uses more than one only where measuring shows
+            that it is faster.
 
     Returns:
         The group of all ranks.
@@ -56,7 +57,7 @@ def init(*, connections: int = 1) -> Group:
     atexit.register(_leave_at_exit)
     liveness = _watch() if dist.is_initialized() and dist.get_world_size() > 1 else None
     _joined["liveness"] = liveness
-    _joined["group"] = Group.of_default(connections=connections, liveness=liveness)
+    _joined["group"] = Group.of_default(max_connections=max_connections, liveness=liveness)
     return group_of_process()
 
 
