@@ -16,6 +16,7 @@ USENIX ATC 2017, section 5.1 and figure 6.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -25,6 +26,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import psutil
 import torch
 from torch.nn import functional as F
 
@@ -32,7 +34,7 @@ from poseidon.cluster.rates import Rates
 from poseidon.cluster.spec import ClusterSpec
 from poseidon.comm import ShardedServer
 from poseidon.comm.group import Group
-from poseidon.errors import PoseidonError
+from poseidon.errors import ConfigError, PoseidonError
 from poseidon.launch.local import LabEngine
 from poseidon.plan import Plan, uniform_plan
 from poseidon.planner.rules import choose_plan
@@ -43,7 +45,7 @@ from poseidon.runtime.attach import Run
 from poseidon.runtime.join import init, shutdown
 from poseidon.tasks.models import VGG19
 from poseidon.timeline import Activity, Step
-from poseidon.units import format_bandwidth, parse_bandwidth
+from poseidon.units import format_bandwidth, format_bytes, parse_bandwidth, parse_bytes
 
 PAPER_SECONDS = 0.925
 """One step over 32 samples on one GPU (34.6 samples a second in Caffe)."""
@@ -52,6 +54,12 @@ NUM_CLASSES = 21841
 BATCH_SIZE = 32
 ALL_REDUCE_EFFICIENCY, EXCHANGE_EFFICIENCY = 0.95, 0.75
 """Shares of a link that gloo's all-reduce and messages point to point reach on emulated hosts."""
+BYTES_PER_HOST = {
+    "hybrid": parse_bytes("600MB"),
+    "wait-free": parse_bytes("1400MB"),
+    "sequential server": parse_bytes("1900MB"),
+}
+"""Memory that a host needs: under all-reduce one copy of the gradients, under the server the parameters too."""
 RESULT = "result: "
 
 
@@ -95,20 +103,21 @@ def work(stretch: float, plans: list[str]) -> None:
     """Runs the plans one after the other, or on one host the model alone, and prints what rank 0 gathered."""
     group = init()
     profile = make_profile(stretch)
+    bandwidth = parse_bandwidth(PAPER_LINK) / stretch
+    results = {}
     try:
         if group.world_size == 1:
-            results = {"one host": _measure(profile, None, group, 1, 2)}
-        else:
-            bandwidth = parse_bandwidth(PAPER_LINK) / stretch
-            results = {}
-            for name in plans:
-                make_plan, warm_up, measured = PLANS[name]
-                plan = make_plan(profile, group.world_size, bandwidth)
-                results[name] = _measure(profile, plan, group, warm_up, measured)
-        if group.rank == 0:
-            print(RESULT + json.dumps(results), flush=True)
-    finally:
-        shutdown()
+            results["one host"] = _measure(profile, None, group, 1, 2)
+        for name in plans:
+            make_plan, warm_up, measured = PLANS[name]
+            results[name] = _measure(profile, make_plan(profile, group.world_size, bandwidth), group, warm_up, measured)
+            gc.collect()  # buckets as large as the model, in cycles with the hooks that fill them
+    except PoseidonError as error:
+        shutdown(str(error))
+        raise
+    if group.rank == 0:
+        print(RESULT + json.dumps(results), flush=True)
+    shutdown()
 
 
 def _measure(profile: ModelProfile, plan: Plan | None, group: Group, warm_up: int, measured: int) -> dict[str, Any]:
@@ -168,6 +177,17 @@ def _facts(steps: tuple[Step, ...]) -> dict[str, Any]:
 # On the machine that emulates them
 
 
+def check_memory(num_hosts: int, plans: list[str]) -> None:
+    """Raises ConfigError where the plans need more memory than is free: the system would kill one of the hosts."""
+    need = num_hosts * max((BYTES_PER_HOST[name] for name in plans), default=0)
+    free = psutil.virtual_memory().available
+    if need > free:
+        raise ConfigError(
+            f"cannot run {', '.join(plans)} on {num_hosts} hosts: they need {format_bytes(need)} of memory, "
+            f"{format_bytes(free)} are free; leave out a plan (--plans hybrid) or use fewer --hosts"
+        )
+
+
 def launch(num_hosts: int, stretch: float, plans: list[str]) -> dict[str, Any]:
     """Runs this file's other half on so many hosts."""
     spec = ClusterSpec.uniform(num_hosts=num_hosts, bandwidth=parse_bandwidth(PAPER_LINK) / stretch)
@@ -218,6 +238,7 @@ def main() -> None:
         work(given.stretch, given.plans)
         return
     try:
+        check_memory(given.hosts, given.plans)
         results = launch(1, given.stretch, []) | launch(given.hosts, given.stretch, given.plans)
     except PoseidonError as error:
         sys.exit(f"error: {error}")
