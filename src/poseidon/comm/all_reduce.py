@@ -75,6 +75,8 @@ class BucketExchange(Exchange):
         self._expected = [1] * len(parameters)
         """How often autograd adds to each gradient in one backward: more than once under reentrant checkpointing."""
         self._seen = [0] * len(parameters)
+        self._learned = False
+        """Whether `_expected` has been observed. Before, a nested backward pass completes no gradient."""
         self._transfer = Transfer(label, self._issue)
         self.transfers = (self._transfer,)
         self.votes = 0.0
@@ -104,20 +106,18 @@ class BucketExchange(Exchange):
                 f"exchange {self.step.index}; this happens when a part of the model runs a varying number of "
                 "times under reentrant checkpointing: pass use_reentrant=False to torch.utils.checkpoint"
             )
-        if self._seen[index] < self._expected[index]:
+        if self._seen[index] < self._expected[index] or (not self._learned and self.step.in_nested_backward):
             return
-        self._take(index, made=True)
-        layer = self._layer_of[index]
-        if not any(self._layer_of[i] == layer for i in self._missing):
-            self.step.arrived(layer)
+        self._take(index)
+        self.step.arrived(self._layer_of[index])
         if not self._missing:
             self._transfer.mark_ready(self.bucket.flat.device)
 
-    def _take(self, index: int, *, made: bool) -> None:
+    def _take(self, index: int) -> None:
         """Leaves this rank's share of the mean in the bucket, and the view in `p.grad` where there was a gradient."""
         parameter, view = self.bucket.parameters[index], self.bucket.views[index]
         self._missing.discard(index)
-        self._made[index] = float(made)
+        self._made[index] = float(parameter.grad is not None)
         if parameter.grad is None:
             view.zero_()
         elif parameter.grad is view:
@@ -129,9 +129,8 @@ class BucketExchange(Exchange):
     def flush(self) -> None:
         """What backward did not reach counts as zero here; other ranks may have reached it."""
         for index in sorted(self._missing):
-            # A gradient that came fewer times than before is complete all the same.
-            self._take(index, made=self._seen[index] > 0)
-            if self._seen[index]:
+            self._take(index)
+            if self._seen[index]:  # it came fewer times than before, and is complete all the same
                 self.step.arrived(self._layer_of[index])
         if not self._transfer.ready.is_set():
             self._transfer.mark_ready(self.bucket.flat.device)
@@ -156,8 +155,13 @@ class BucketExchange(Exchange):
         """Learns how often each gradient is added to, and waits for all of them again."""
         super().reset()
         self._expected = [max(1, seen) for seen in self._seen]
+        self._learned = True
         self._seen = [0] * len(self._seen)
         self._missing = set(range(len(self._seen)))
+
+    def end_unsynced(self) -> None:
+        """Counts anew in the next backward pass."""
+        self._seen = [0] * len(self._seen)
 
     def detach(self) -> None:
         """Gradients get memory of their own again."""

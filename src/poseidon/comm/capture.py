@@ -6,6 +6,7 @@ its parameters and its `state_dict` stay as they are.
 """
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -25,12 +26,23 @@ def on_gradient(parameter: nn.Parameter, callback: Callable[[nn.Parameter], None
 
 
 class ReplacedForward:
-    """A module instance whose `forward` is another function until `remove` is called."""
+    """A module instance whose `forward` is another function until `remove` is called.
+
+    A copy of the module, be it by `copy.deepcopy` or by pickle, has the forward of its class.
+    """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module = module
+        self._forward = forward
         self._had = module.__dict__.get("forward")
-        module.__dict__["forward"] = forward
+        module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own `__call__` calls."""
+        return self._forward(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MethodType, (type(self._module).forward, self._module)
 
     def remove(self) -> None:
         """Gives the module its own forward back."""
@@ -40,11 +52,34 @@ class ReplacedForward:
             self._module.__dict__["forward"] = self._had
 
 
-def has_replaced_forward(module: nn.Module) -> bool:
-    """Whether somebody gave this instance a forward of its own."""
-    return "forward" in module.__dict__
+class ModuleHook:
+    """A hook of a module that a copy of the module does not have."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        """What the module calls."""
+        self._hook(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+def backward_id() -> int:
+    """Which backward pass autograd is running on this thread; -1 outside. Reentrant checkpointing nests others."""
+    return torch._C._current_graph_task_id()
 
 
 def inside_backward() -> bool:
     """Whether autograd is running on this thread: a forward in here is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
+
+
+def graph_is_kept() -> bool:
+    """Inside a backward pass: whether another one may go through the same graph (`retain_graph=True`)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

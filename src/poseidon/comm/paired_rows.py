@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from poseidon.comm.capture import graph_is_kept
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import Exchange, StepState, Transfer
 from poseidon.errors import CommError
@@ -34,6 +35,8 @@ class Call:
         self.serial = serial
         self.first = first
         self.second: torch.Tensor | None = None
+        self.spent = False
+        """Whether no further backward pass can come by."""
 
     @property
     def rows(self) -> int:
@@ -52,10 +55,13 @@ class Header:
     """Rows of both parts that follow after the schedule instead; above zero, what came before does not count."""
     resent_dtype: torch.dtype = torch.float32
     """Of the first part; the second's is `dtype`."""
+    reached: bool = False
+    """Whether backward came by the layer, if only with no rows."""
 
     def write(self, buffer: torch.Tensor) -> None:
         """Puts it in front of a byte buffer."""
         numbers = [self.step, self.rows, _DTYPES.index(self.dtype), self.resent_rows, _DTYPES.index(self.resent_dtype)]
+        numbers += [int(self.reached)]
         numbers += [0] * (_HEADER_NUMBERS - len(numbers))
         buffer[:HEADER_BYTES].view(torch.int64).copy_(torch.tensor(numbers))
 
@@ -63,7 +69,7 @@ class Header:
     def read(cls, buffer: torch.Tensor) -> "Header":
         """Reads it from the front of a byte buffer."""
         numbers = buffer[:HEADER_BYTES].view(torch.int64).tolist()
-        return cls(numbers[0], numbers[1], _DTYPES[numbers[2]], numbers[3], _DTYPES[numbers[4]])
+        return cls(numbers[0], numbers[1], _DTYPES[numbers[2]], numbers[3], _DTYPES[numbers[4]], bool(numbers[5]))
 
 
 class Part:
@@ -148,8 +154,12 @@ class PairedRowsExchange(Exchange):
         self.early = (self._first,)
         self._serial = 0
         self._calls: list[weakref.ref[Call]] = []
-        """Calls since the last backward; the autograd graph keeps them alive, not this list."""
+        """Calls that backward may come by; the autograd graph keeps them alive, not this list."""
+        self._serial_before = 0
+        """Of the last call before the present step."""
         self._expected_calls = 1
+        self._learned = False
+        """Whether `_expected_calls` has been observed. Before, a nested backward pass does not complete the step."""
         self._sent: list[weakref.ref[Call]] = []
         self._sent_serials: list[int] = []
         self._sent_rows: list[int] = []
@@ -164,7 +174,10 @@ class PairedRowsExchange(Exchange):
 
     @abstractmethod
     def combine(self, firsts: list[torch.Tensor], seconds: list[torch.Tensor]) -> None:
-        """Leaves the mean gradient in `p.grad`; the rows of each rank, by rank, never all empty."""
+        """Leaves the mean gradient in `p.grad`; the rows of each rank, by rank.
+
+        Called if backward came by the layer on any rank; even then there may be no rows at all.
+        """
 
     # What the training thread tells
 
@@ -174,21 +187,42 @@ class PairedRowsExchange(Exchange):
         call = Call(self._serial, first)
         self._calls.append(weakref.ref(call))
         if self.step.syncing and not self._first.ready.is_set():
-            alive = [c for c in (ref() for ref in self._calls) if c is not None]
-            if len(alive) == self._expected_calls:
-                self._send_first(alive)
+            new = [c for c in self._open_calls() if c.serial > self._serial_before]
+            if len(new) == self._expected_calls:
+                self._send_first(new)
         return call
+
+    def _open_calls(self) -> list[Call]:
+        calls = [call for call in (ref() for ref in self._calls) if call is not None and not call.spent]
+        self._calls = [weakref.ref(call) for call in calls]
+        return calls
 
     def returned(self, call: Call, second: torch.Tensor) -> None:
         """Notes that backward came by a call; `second` has shape `(rows, width)`."""
         self.step.on_backward()
-        call.second = second
+        call.second, call.spent = second, not graph_is_kept()
         if not self.step.syncing:
             self._stash.append((call.first.clone() if call.serial in self._sent_serials else call.first, second))
             return
+        if self._second.ready.is_set():
+            raise CommError(
+                f"rank {self.group.rank}: backward came by {self.name} again after its factors had left, at exchange "
+                f"{self.step.index}; this happens when a part of the model runs a varying number of times under "
+                "reentrant checkpointing: pass use_reentrant=False to torch.utils.checkpoint"
+            )
+        if call.serial in self._sent_serials and not call.spent:
+            call.first = call.first.clone()  # its place in the send buffer will not last until the next backward
         self._arrived.append(call)
-        if self._first.ready.is_set() and {c.serial for c in self._arrived} == set(self._sent_serials):
+        if self._is_complete():
             self._send_second()
+
+    def _is_complete(self) -> bool:
+        arrived = {call.serial for call in self._arrived}
+        if not self._first.ready.is_set() or arrived != set(self._sent_serials):
+            return False
+        if any(call.serial not in arrived for call in self._open_calls()):
+            return False  # a call before the step's own; this backward may come by it as well
+        return self._learned or not self.step.in_nested_backward
 
     def flush(self) -> None:
         """What did not come as expected is sent as it is, or marked to be sent once more."""
@@ -196,7 +230,7 @@ class PairedRowsExchange(Exchange):
             self._send_first(self._arrived)
         if not self._second.ready.is_set():
             self._send_second()
-        self._calls.clear()
+        self._serial_before = self._serial
 
     def _send_first(self, calls: list[Call]) -> None:
         calls = sorted(calls, key=lambda c: c.serial)
@@ -210,7 +244,7 @@ class PairedRowsExchange(Exchange):
         dtype = rows[0].dtype if rows else self._default_dtypes[0]
         landed = self._parts[0].fill(Header(self.step.index, sum(r.shape[0] for r in rows), dtype), rows)
         for call, place in zip(calls, landed[self._stash_sent :], strict=True):
-            if place.dtype == call.first.dtype:
+            if call.second is None and place.dtype == call.first.dtype:
                 call.first = place  # the copy in the send buffer serves from here on
         self._sent = [weakref.ref(c) for c in calls]
         self._sent_serials = [c.serial for c in calls]
@@ -228,7 +262,7 @@ class PairedRowsExchange(Exchange):
             seconds = _alike([s for _, s in self._stash] + [c.second for c in calls if c.second is not None])
             self._resent = (firsts, seconds)
             count = sum(f.shape[0] for f in firsts)
-            header = Header(self.step.index, 0, seconds[0].dtype, count, firsts[0].dtype)
+            header = Header(self.step.index, 0, seconds[0].dtype, count, firsts[0].dtype, reached=True)
             self._parts[1].fill(header, [])
         if arrived or self._stash:
             self.step.arrived(self.name)
@@ -243,9 +277,11 @@ class PairedRowsExchange(Exchange):
                 seconds.append(call.second)
             else:  # the forward was not followed by a backward: what was announced counts for nothing
                 seconds.append(torch.zeros(rows, self._parts[1].width, dtype=dtype, device=self._device))
-        seconds = _alike(seconds) if arrived or self._stash else []
+        reached = bool(arrived or self._stash)
+        seconds = _alike(seconds) if reached else []
         count = sum(s.shape[0] for s in seconds)
-        self._parts[1].fill(Header(self.step.index, count, seconds[0].dtype if seconds else dtype), seconds)
+        dtype = seconds[0].dtype if seconds else dtype
+        self._parts[1].fill(Header(self.step.index, count, dtype, reached=reached), seconds)
 
     # What the communication threads do
 
@@ -295,15 +331,16 @@ class PairedRowsExchange(Exchange):
     def finish(self) -> None:
         """Hands all ranks' rows to `combine`."""
         firsts, seconds = [], []
+        reached = False
         for rank in range(self.group.world_size):
+            header, second = self._parts[1].received(rank)
+            first = self._parts[0].received(rank)[1][: second.shape[0]]
             if rank in self._repaired:
                 first, second = self._repaired[rank]
-            else:
-                second = self._parts[1].received(rank)[1]
-                first = self._parts[0].received(rank)[1][: second.shape[0]]
+            reached = reached or header.reached
             firsts.append(first)
             seconds.append(second)
-        if sum(second.shape[0] for second in seconds):
+        if reached:
             self.combine(firsts, seconds)
 
     def reset(self) -> None:
@@ -311,12 +348,15 @@ class PairedRowsExchange(Exchange):
         super().reset()
         if self._arrived:
             self._expected_calls = len(self._arrived)
+            self._learned = True
         done = {c.serial for c in self._arrived}
         for ref in self._sent:
             call = ref()
             if call is not None and call.serial not in done:
                 call.first = call.first.clone()  # its place in the send buffer is about to be used again
         self._sent, self._sent_serials, self._sent_rows = [], [], []
+        for call in self._arrived:
+            call.second = None  # the graph may live on and would keep it
         self._arrived, self._stash, self._stash_sent = [], [], 0
         self._resent, self._repaired = None, {}
         if self._grow_to:
@@ -326,7 +366,7 @@ class PairedRowsExchange(Exchange):
 
     def end_unsynced(self) -> None:
         """At the end of a backward pass inside `no_sync`: its calls are in the stash."""
-        self._calls.clear()
+        self._serial_before = self._serial
 
 
 def _alike(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:

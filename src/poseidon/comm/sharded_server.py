@@ -70,10 +70,13 @@ class ShardedServer(CommScheme):
             wire_seconds=self.bytes_sent(layer, rates.world_size) / rates.exchange_bandwidth + 2 * rates.latency
         )
 
-    def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
-        """One exchange per layer."""
+    def check(self, layers: Sequence[BoundLayer]) -> None:
+        """The optimizer has to be able to run on a shard alone."""
         for layer in layers:
             check_optimizer(layer)
+
+    def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
+        """One exchange per layer."""
         return [ServerExchange(layer, group, step, self.piece_bytes) for layer in layers]
 
 
@@ -247,8 +250,9 @@ class Shard:
     def push(self, tag: int, what: str) -> Pending:
         """Starts to send each owner its pieces of this rank's gradient."""
         sends = []
+        made = self._made.clone()  # the sum over the ranks is formed in place while this is on its way
         for peer in self._group.peers:
-            sends.append((peer, self._made))
+            sends.append((peer, made))
             sends += [(peer, self._flat[a:b]) for a, b in pieces(*self._stretches[peer], self._piece)]
         return self._group.exchange(sends, [], tag=tag, what=what)
 

@@ -149,7 +149,7 @@ class FactorExchange(PairedRowsExchange):
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         x = input
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in self._anchors):
             return self._math.output(x, self._weight, self._bias)
         weight = self._weight.detach()
         bias = None if self._bias is None else self._bias.detach()

@@ -52,12 +52,13 @@ def _unless(structure: GradientStructure, reason: str) -> tuple[GradientStructur
 
 def _reason_against(module: nn.Module, shared: set[int]) -> str:
     weight = module.weight
-    assert isinstance(weight, nn.Parameter)
+    if not isinstance(weight, nn.Parameter):
+        return "its weight is computed from other parameters"
     if id(weight) in shared:
         return "its weight is tied: another module uses it too"
     if not weight.requires_grad:
         return "its weight is frozen"
-    if "forward" in module.__dict__:
+    if getattr(module.forward, "__func__", None) is not type(module).forward:
         return "its forward has been replaced on the instance"
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         return "its weight has gradient hooks, which would not see a gradient of this rank"

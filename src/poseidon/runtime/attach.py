@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from poseidon.comm.all_reduce import VOTE_AFTER, BucketExchange
-from poseidon.comm.capture import Removable
-from poseidon.comm.group import Group
+from poseidon.comm.capture import Removable, backward_id
+from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import TAGS_PER_EXCHANGE, BoundLayer, CommScheme, Exchange, StepState, Transfer
-from poseidon.errors import InfeasibleError
+from poseidon.errors import CommError, InfeasibleError
 from poseidon.plan import Plan
 from poseidon.profile.structure import owned_parameters
 from poseidon.runtime.comm_thread import CommThread
@@ -57,10 +57,13 @@ class Run:
             on_forward=self._on_forward,
             on_backward_start=self._on_backward_start,
             on_backward_end=self._on_backward_end,
+            on_backward_broken=self._on_backward_broken,
         )
         self._state.on_backward = self._hooks.backward_is_under_way
         self._exchanges: list[Exchange] = []
         self._schedule: list[Transfer] = []
+        self._finishing: list[Exchange] = []
+        """The exchanges in the order in which their last transfers end."""
         self._begun = False
         self._misplaced = 0
         self.last_arrivals: list[str] = []
@@ -116,12 +119,22 @@ class Run:
 
     def detach(self) -> None:
         """Undoes `attach`, on all ranks together: the model and the optimizer are as if they had never been touched."""
-        self._unbind()
         self._hooks.remove()
         for handle in self._optimizer_handles:
             handle.remove()
-        if self._threads is not None:
+        if self._threads is None:
+            return
+        try:
+            if not self._threads.failed:
+                self._end_open_step()
+            self._unbind()
+        finally:
             self._threads.close()
+
+    def _end_open_step(self) -> None:
+        """A forward that no backward followed has begun a step, perhaps not everywhere: all ranks end it together."""
+        if any(self.group.all_gather_text("begun" if self._begun else "", "detaching")):
+            self._complete_step()
 
     # Changing the plan
 
@@ -131,7 +144,7 @@ class Run:
         Raises:
             InfeasibleError: The plan is for another model, another number of ranks or another optimizer.
         """
-        check_plan(plan, self.model, self.group)
+        check_plan(plan, self.model, self.optimizer, self.group)
         self._unbind()
         self.plan, self.label = plan, label
         self._bind()
@@ -142,6 +155,8 @@ class Run:
         self.group.connections = min(self.plan.connections, self.group.max_connections)
         self._exchanges = bind(self.plan, self.model, self.optimizer, self.group, self._state)
         self._schedule = schedule(self.plan, self._exchanges)
+        place = {transfer: index for index, transfer in enumerate(self._schedule)}
+        self._finishing = sorted(self._exchanges, key=lambda exchange: place[exchange.transfers[-1]])
         self._begun = False
 
     def _unbind(self) -> None:
@@ -151,8 +166,11 @@ class Run:
 
     def _begin(self) -> None:
         """Hands the step's schedule to the communication threads, once in every step."""
-        if self._exchanges and not self._begun:
-            assert self._threads is not None
+        if not self._exchanges:
+            return
+        assert self._threads is not None
+        self._threads.raise_failure()
+        if not self._begun:
             self._threads.begin(self._schedule)
             self._begun = True
 
@@ -167,6 +185,7 @@ class Run:
             self.recorder.end(Activity.FORWARD)
 
     def _on_backward_start(self) -> None:
+        self._state.backward_id = backward_id()
         self.recorder.begin(Activity.BACKWARD)
         if self.plan.wait_free and self._state.syncing:
             self._begin()
@@ -179,7 +198,25 @@ class Run:
             for exchange in self._exchanges:
                 exchange.end_unsynced()
 
+    def _on_backward_broken(self) -> None:
+        if self._exchanges and self._state.syncing:
+            raise CommError(
+                f"rank {self.group.rank}: the last backward pass broke off with an exception in exchange "
+                f"{self._state.index}, and the other ranks wait for its gradients; let the exception end the program, "
+                "or call poseidon.shutdown(reason) where it is caught"
+            )
+
     def _exchange(self) -> None:
+        """The exchange of one step, and what is learned from it."""
+        before = self.last_arrivals
+        self._complete_step()
+        if any(exchange.wants_new_order() for exchange in self._exchanges):
+            self._reorder()
+        else:
+            self._vote(before)
+        self.on_exchanged()
+
+    def _complete_step(self) -> None:
         """Waits for what is under way, finishes each gradient as its transfers end, and closes the step."""
         if self._exchanges:
             for exchange in self._exchanges:
@@ -189,20 +226,15 @@ class Run:
             self.recorder.add_transfers(self._schedule)
         self.recorder.close_step(self._state.index, self.label)
         self._state.index += 1
-        self._state.arrivals, self.last_arrivals = [], self._state.arrivals
-        reorder = any(exchange.wants_new_order() for exchange in self._exchanges)
+        self.last_arrivals = list(self._state.arrivals)
+        self._state.arrivals = {}
         for exchange in self._exchanges:
             exchange.reset()
         self._begun = False
-        if reorder:
-            self._reorder()
-        else:
-            self._vote()
-        self.on_exchanged()
 
     def _finish(self) -> None:
         late = []
-        for exchange in sorted(self._exchanges, key=lambda e: self._schedule.index(e.transfers[-1])):
+        for exchange in self._finishing:
             for transfer in exchange.transfers:
                 self._wait(transfer)
             if exchange.needs_repair():
@@ -210,9 +242,7 @@ class Run:
             else:
                 exchange.finish()
         for exchange, pending in [(exchange, exchange.repair()) for exchange in late]:
-            start = time.time()
-            pending.wait()
-            self.recorder.add(Activity.EXPOSED, exchange.name, start, time.time(), pending.num_bytes)
+            self._wait_for(pending, exchange.name)
             exchange.finish()
 
     def _wait(self, transfer: Transfer) -> None:
@@ -223,12 +253,22 @@ class Run:
             self.recorder.add(Activity.EXPOSED, transfer.name, start, time.time())
         self._threads.wait(transfer)
 
+    def _wait_for(self, pending: Pending, name: str) -> None:
+        """For what the training thread has issued itself."""
+        assert self._threads is not None
+        start = time.time()
+        self._threads.wait_for(pending, name)
+        self.recorder.add(Activity.EXPOSED, name, start, time.time(), pending.num_bytes)
+
     # Order of arrival
 
-    def _vote(self) -> None:
-        """On rank 0: votes for new buckets once gradients have come in another order several times in a row."""
-        planned = [name for name in self.plan.arrival if name in self.last_arrivals]
-        self._misplaced = self._misplaced + 1 if planned != self.last_arrivals else 0
+    def _vote(self, before: Sequence[str]) -> None:
+        """On rank 0: votes for new buckets once gradients have come in the same other order several times in a row."""
+        seen = set(self.last_arrivals)
+        if [name for name in self.plan.arrival if name in seen] == self.last_arrivals:
+            self._misplaced = 0
+        else:
+            self._misplaced = self._misplaced + 1 if self.last_arrivals == before else 1
         buckets = [exchange for exchange in self._exchanges if isinstance(exchange, BucketExchange)]
         if buckets and self.group.rank == 0:
             buckets[0].vote_for_new_order = self._misplaced >= VOTE_AFTER
@@ -254,9 +294,7 @@ class Run:
         pendings = [(exchange.name, exchange.after_optimizer()) for exchange in self._exchanges]
         for name, pending in pendings:
             if pending is not None:
-                start = time.time()
-                pending.wait()
-                self.recorder.add(Activity.EXPOSED, f"{name} (gather)", start, time.time(), pending.num_bytes)
+                self._wait_for(pending, f"{name} (gather)")
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, group: Group) -> Run:
@@ -275,12 +313,12 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan
         InfeasibleError: The models differ between ranks, or the plan does not fit them; the first difference is named.
     """
     check_same_model(model, group)
-    check_plan(plan, model, group)
+    check_plan(plan, model, optimizer, group)
     broadcast_model(model, group)
     return Run(model, optimizer, plan, group)
 
 
-def check_plan(plan: Plan, model: nn.Module, group: Group) -> None:
+def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group) -> None:
     """Raises InfeasibleError with the first difference between a plan and what it is to be put to work on."""
     if plan.world_size != group.world_size:
         raise InfeasibleError(
@@ -297,23 +335,33 @@ def check_plan(plan: Plan, model: nn.Module, group: Group) -> None:
             raise InfeasibleError(
                 f"the plan does not fit the model at layer {name!r}: planned for {there}, found {here}; make a new plan"
             )
+    if group.world_size > 1:
+        for scheme, layers in _by_scheme(plan, model, optimizer).items():
+            scheme.check(layers)
 
 
 def bind(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group, state: StepState
 ) -> list[Exchange]:
     """Puts each scheme to work on its layers; equal schemes with equal parameters share one call, and so buckets."""
-    owned = owned_parameters(model)
-    together: dict[CommScheme, list[BoundLayer]] = {}
-    for name in plan.arrival:
-        layer = BoundLayer(
-            spec=plan.layers[name], module=model.get_submodule(name), parameters=owned[name], optimizer=optimizer
-        )
-        together.setdefault(plan.schemes[name], []).append(layer)
+    together = _by_scheme(plan, model, optimizer)
     exchanges = [e for scheme, layers in together.items() for e in scheme.bind(layers, group, state)]
     for number, exchange in enumerate(exchanges):
         exchange.tag = (number + 1) * TAGS_PER_EXCHANGE
     return exchanges
+
+
+def _by_scheme(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[CommScheme, list[BoundLayer]]:
+    owned, specs = owned_parameters(model), plan.layers
+    together: dict[CommScheme, list[BoundLayer]] = {}
+    for name in plan.arrival:
+        layer = BoundLayer(
+            spec=specs[name], module=model.get_submodule(name), parameters=owned[name], optimizer=optimizer
+        )
+        together.setdefault(plan.schemes[name], []).append(layer)
+    return together
 
 
 def schedule(plan: Plan, exchanges: Sequence[Exchange]) -> list[Transfer]:

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from poseidon.comm.group import Pending
 from poseidon.comm.liveness import Liveness
 from poseidon.comm.scheme import Transfer
 from poseidon.errors import CommError, PeerLostError, PoseidonError
@@ -37,6 +38,16 @@ class CommThread:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def failed(self) -> bool:
+        """Whether an exchange has failed; nothing is exchanged any more."""
+        return self._failure is not None
+
+    def raise_failure(self) -> None:
+        """Raises what failed, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
     def begin(self, schedule: Sequence[Transfer]) -> None:
         """Hands over the transfers of one step, in the order in which they are to be issued."""
         self._steps.put(schedule)
@@ -49,15 +60,22 @@ class CommThread:
             PeerLostError: A rank fell silent.
         """
         while not transfer.done.wait(LOOK_UP_SECONDS):
-            self._check(transfer)
-        if self._failure is not None:
-            raise self._failure
+            if self._failure is None and self._liveness is not None and (lost := self._liveness.lost()):
+                self._failure = PeerLostError(f"{transfer.name} cannot end: {lost}")
+            self.raise_failure()
+        self.raise_failure()
 
-    def _check(self, transfer: Transfer) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._liveness is not None and (lost := self._liveness.lost()):
-            raise PeerLostError(f"{transfer.name} cannot end: {lost}")
+    def wait_for(self, pending: Pending, name: str) -> None:
+        """Blocks the training thread until what it has issued itself, outside the schedule, has ended.
+
+        Raises:
+            CommError: As `wait`.
+            PeerLostError: As `wait`.
+        """
+        transfer = Transfer(name, lambda: pending)
+        transfer.issue()
+        self._started.put(transfer)
+        self.wait(transfer)
 
     def close(self) -> None:
         """Ends both threads after the current step; a schedule that waits for data is given up."""

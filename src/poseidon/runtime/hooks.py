@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from poseidon.comm.capture import Removable
+from poseidon.comm.capture import ModuleHook, Removable, inside_backward
 
 
 class PassHooks:
@@ -24,6 +24,7 @@ class PassHooks:
         on_forward: Called with True before and with False after each forward that builds a graph.
         on_backward_start: Called once when a backward pass begins.
         on_backward_end: Called inside `backward()` when autograd has finished.
+        on_backward_broken: Called at the next forward if an exception ended the backward pass before that.
     """
 
     def __init__(
@@ -33,17 +34,22 @@ class PassHooks:
         on_forward: Callable[[bool], None],
         on_backward_start: Callable[[], None],
         on_backward_end: Callable[[], None],
+        on_backward_broken: Callable[[], None],
     ) -> None:
         self._on_forward = on_forward
         self._on_start = on_backward_start
         self._on_end = on_backward_end
+        self._on_broken = on_backward_broken
         self._in_backward = False
         self._handles: list[Removable] = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward),
+            model.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            model.register_forward_hook(ModuleHook(self._after_forward)),
         ]
 
     def _before_forward(self, *_: Any) -> None:
+        if self._in_backward and not inside_backward():
+            self._in_backward = False
+            self._on_broken()
         if torch.is_grad_enabled():
             self._on_forward(True)
 
