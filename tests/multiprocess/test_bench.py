@@ -3,11 +3,14 @@
 import contextlib
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from poseidon.cli.bench import bench
+from poseidon.cluster.emulated import why_unavailable
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -90,6 +93,20 @@ def test_one_rank_against_a_plain_loop(tmp_path: Path, task_file: str) -> None:
     data = json.loads(file.read_text())
     assert [one["name"] for one in data["contenders"]] == ["poseidon", "ddp", "one process"]
     assert all(one["bytes_sent_per_host"] == 0 for one in data["contenders"])
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(why_unavailable() is not None, reason="no emulated hosts here")
+def test_on_emulated_hosts_the_wire_is_measured(tmp_path: Path, task_file: str) -> None:
+    file = tmp_path / "out.json"
+    options = ["--hosts", "2", "--link", "100Mbit/s", "--rounds", "1", "--steps", "1", "--json", str(file)]
+    command = [sys.executable, "-m", "poseidon", "bench", task_file, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(file.read_text())
+    assert (data["hosts"], data["link"], data["shaped"]) == (2, "100Mbit/s", True)
+    for one in data["contenders"]:
+        assert one["wire_bytes_per_host"] > one["bytes_sent_per_host"] > 0  # headers, and what keeps ranks in touch
 
 
 def test_batches_that_are_larger_than_the_data_are_refused(task_file: str) -> None:

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,6 +14,7 @@ from poseidon.cluster.spec import parse_links
 from poseidon.errors import ConfigError
 from poseidon.runtime.ledger import StepResult
 from poseidon.runtime.run_folder import check_unused
+from poseidon.runtime.surroundings import Surroundings
 
 
 def refused(*arguments: str) -> tuple[int, str]:
@@ -130,3 +132,20 @@ def test_tensorboard_that_is_not_installed_names_the_extra(monkeypatch: pytest.M
     monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'poseidon-dl\[tensorboard\]'"):
         progress.Tensorboard.check()
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        ({"world_size": 4, "hosts": 4, "link": "1Gbit/s", "shaped": True}, "4 hosts on 2 cores, 1Gbit/s, shaped"),
+        (
+            {"world_size": 4, "hosts": 1, "link": "1Gbit/s", "loopback": True},
+            "4 ranks on 1 host on 2 cores, over loopback: the link was not limited",
+        ),
+        ({"world_size": 2, "hosts": 1, "loopback": True}, "2 ranks on 1 host on 2 cores, over loopback"),
+        ({"world_size": 2, "hosts": 2}, "2 hosts on 2 cores, over their own network"),
+        ({"world_size": 1, "hosts": 1}, "1 host on 2 cores"),
+    ],
+)
+def test_hosts_cores_and_link_in_a_sentence(facts: dict[str, Any], sentence: str) -> None:
+    assert Surroundings(cores=2, threads=1, device="cpu", **facts).sentence() == sentence

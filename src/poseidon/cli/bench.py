@@ -163,10 +163,11 @@ class Race:
         self._say("")
         self._console.print(draw(comparison))
         self._say(f"\nlosses after {comparison.compared_at_step} steps; sent and on wire: per host and step")
+        rounds = f"{comparison.rounds} round{'' if comparison.rounds == 1 else 's'}"
         for name, ratio in comparison.speedup_over.items():
             self._say(
                 f"poseidon's step is {ratio.median:.2f} times as fast as that of {name} "
-                f"(p10 {ratio.p10:.2f}, p90 {ratio.p90:.2f} over {comparison.rounds} rounds)"
+                f"(p10 {ratio.p10:.2f}, p90 {ratio.p90:.2f} over {rounds})"
             )
         self._say(f"plan: {comparison.plan}")
         self._say(self._surroundings.sentence())

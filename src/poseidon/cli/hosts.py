@@ -17,7 +17,7 @@ import typer
 from poseidon.cluster.emulated import enter_user_namespace
 from poseidon.cluster.spec import ClusterSpec, parse_links
 from poseidon.comm.group import Group
-from poseidon.errors import ClusterError
+from poseidon.errors import ClusterError, PoseidonError
 from poseidon.launch.local import engine_for
 from poseidon.runtime import join
 
@@ -111,7 +111,11 @@ def joined() -> Iterator[Group]:
         logging.getLogger("poseidon").setLevel(logging.WARNING)  # rank 0 says it for all
     try:
         yield join.init()
+    except PoseidonError as error:
+        join.shutdown(str(error))
+        raise
     except BaseException as error:
-        join.shutdown(str(error) or type(error).__name__)
+        told = isinstance(error, SystemExit | KeyboardInterrupt)
+        join.shutdown("it was told to end" if told else f"{type(error).__name__}: {error}")
         raise
     join.shutdown()

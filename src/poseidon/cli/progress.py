@@ -96,9 +96,10 @@ class Progress(Watcher):
         """See `Watcher`."""
         first = {self._metric: scores[self._metric]} if self._metric in scores else {}
         figures = ", ".join(f"{name} {value:.4f}" for name, value in {**first, **scores}.items())
-        (self._console if self._bar is None else self._bar.console).print(
-            f"epoch {epoch + 1} ended at step {num_steps}: test {figures}", soft_wrap=True
-        )
+        if self._bar is not None and num_steps == self._num_steps:
+            self._bar.stop()
+        console = self._console if self._bar is None else self._bar.console
+        console.print(f"epoch {epoch + 1} ended at step {num_steps}: test {figures}", soft_wrap=True, highlight=False)
 
     def __enter__(self) -> Self:
         """Shows the bar."""

@@ -48,7 +48,9 @@ class Surroundings(Value):
             return where
         if self.shaped:
             return f"{where}, {self.link}, shaped"
-        return f"{where}, loopback: the link was not limited" if self.loopback else f"{where}, over their own network"
+        if self.loopback:
+            return f"{where}, over loopback{': the link was not limited' if self.link else ''}"
+        return f"{where}, over their own network"
 
 
 def survey(group: Group, device: torch.device, link: str | None = None) -> Surroundings:
