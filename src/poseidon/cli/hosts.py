@@ -85,23 +85,19 @@ def prepare() -> None:
 def launch(spec: ClusterSpec) -> None:
     """Runs this very command once more as every rank of the hosts, and shows what the ranks say.
 
-    Emulated hosts share this machine's cores, so each rank gets its part of them unless OMP_NUM_THREADS is set.
-
     Raises:
         LaunchError: A rank failed: which one first, and its last lines.
     """
     engine, warning = engine_for(num_ranks=spec.num_ranks, cluster=spec)
     if warning is not None:
         print(f"poseidon: warning: the link was not limited: {warning}", file=sys.stderr)
-    threads = max(1, len(os.sched_getaffinity(0)) // spec.num_ranks)
-    env = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
     first = spec.hosts[0].name
     speakers = {"rank0", first, f"{first}:0"}
 
     def show(label: str, line: str) -> None:
         print(line if label in speakers else f"[{label}] {line}", flush=True)
 
-    engine.run([sys.executable, *sys.orig_argv[1:]], on_line=show, env=env)
+    engine.run([sys.executable, *sys.orig_argv[1:]], on_line=show)
 
 
 @contextmanager
