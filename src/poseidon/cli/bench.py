@@ -29,6 +29,7 @@ from poseidon.cli.hosts import (
     prepare,
     read_hosts,
 )
+from poseidon.cli.virtual import VirtualOption, as_virtual
 from poseidon.comm.group import Group
 from poseidon.errors import ConfigError
 from poseidon.plan import Plan
@@ -68,6 +69,7 @@ def bench(
     alone: Annotated[
         bool, typer.Option("--alone", help="Add a plain loop without Poseidon; for a race on one rank.")
     ] = False,
+    virtual: VirtualOption = None,
     rounds: Annotated[int, typer.Option(help="Turns of each contender.", min=1)] = 5,
     steps: Annotated[int, typer.Option(help="Steps of a turn that count; one more comes before them.", min=1)] = 3,
     batch: Annotated[
@@ -104,7 +106,9 @@ def bench(
         with joined() as group:
             if alone and group.world_size > 1:
                 raise ConfigError(f"cannot race one process on {group.world_size} ranks: --alone goes with one")
-            race = Race(chosen, group, batch or chosen.batch_size, seed, describe_links(spec))
+            batch_size = batch or chosen.batch_size
+            chosen = as_virtual(chosen, virtual, batch_size)
+            race = Race(chosen, group, batch_size, seed, describe_links(spec))
             comparison = race.run([OURS, *names, *([ALONE] if alone else [])], rounds=rounds, steps=steps)
             if group.rank == 0:
                 race.show(comparison)

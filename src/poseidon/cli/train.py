@@ -24,6 +24,7 @@ from poseidon.cli.hosts import (
     read_hosts,
 )
 from poseidon.cli.progress import Progress, StepsFile, Tensorboard, Watchers
+from poseidon.cli.virtual import VirtualOption, as_virtual
 from poseidon.comm.group import Group
 from poseidon.report.summary import Summary, draw, summarize
 from poseidon.runtime.attach import Run
@@ -54,6 +55,7 @@ def train(
     seed: Annotated[int, typer.Option(help="Of the first weights and the order of the samples.", min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="A new folder for model, plan, steps and timeline.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard too.")] = False,
+    virtual: VirtualOption = None,
     check_replicas: Annotated[
         bool, typer.Option("--check-replicas", help="Prove after each epoch that all ranks hold the same parameters.")
     ] = False,
@@ -86,7 +88,8 @@ def train(
         seed=seed,
         check_replicas=check_replicas,
     )
-    options = {"task": task, "plan": plan, **schedule.model_dump(), "link": describe_links(spec)}
+    chosen = as_virtual(chosen, virtual, schedule.batch_size)
+    options = {"task": task, "plan": plan, "virtual": virtual, **schedule.model_dump(), "link": describe_links(spec)}
     with joined() as group:
         work(chosen, schedule, options, group, out=out, tensorboard=tensorboard)
 

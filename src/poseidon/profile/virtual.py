@@ -26,6 +26,10 @@ from torch.autograd.function import once_differentiable
 from poseidon.profile.graph import GradientStructure, LayerSpec, ModelProfile, TensorSpec
 
 
+LARGEST_NUMBER_BYTES = 8
+"""Of a float64."""
+
+
 class DeviceClock:
     """When the device that is stood in for would be done with what it was given."""
 
@@ -194,7 +198,12 @@ class VirtualModel(nn.Module):
         super().__init__()
         self._clock = DeviceClock()
         sizes = [tensor.num_bytes for layer in profile.layers for tensor in layer.parameters]
-        self._zeros = Zeros(max(sizes, default=0))
+        activations = [
+            layer.rows * max(layer.matrix) * LARGEST_NUMBER_BYTES
+            for layer in profile.layers
+            if layer.structure is GradientStructure.OUTER_PRODUCT
+        ]
+        self._zeros = Zeros(max(sizes + activations, default=0))
         self._memory = Zeros(max(sizes, default=0)) if writable else None
         self._links: list[Callable[[torch.Tensor], torch.Tensor]] = []
         # A parent first, so that a layer inside another finds it.
