@@ -25,7 +25,6 @@ from torch.autograd.function import once_differentiable
 
 from poseidon.profile.graph import GradientStructure, LayerSpec, ModelProfile, TensorSpec
 
-
 LARGEST_NUMBER_BYTES = 8
 """Of a float64."""
 
