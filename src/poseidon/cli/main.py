@@ -107,9 +107,23 @@ def poseidon(
     """Train PyTorch models over the hosts and the network that you have."""
 
 
+class _Lines(logging.Formatter):
+    """Log records as a person reads them: what Poseidon says plainly, warnings as such, the rest with its origin."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One record."""
+        text = super().format(record)
+        if record.levelno == logging.INFO:
+            return f"poseidon: {text}"
+        origin = f"{record.name}: " if record.levelno < logging.INFO else ""
+        return f"poseidon: {record.levelname.lower()}: {origin}{text}"
+
+
 def main() -> None:
     """Entry point of the command `poseidon`."""
-    logging.basicConfig(format="poseidon: %(levelname)s: %(name)s: %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("poseidon").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _exit_in_good_order)
     app(prog_name="poseidon")

@@ -54,6 +54,7 @@ def init(*, max_connections: int = 2) -> Group:
     set_threads()
     if not dist.is_initialized():
         _join()
+    _speak_up()
     atexit.register(_leave_at_exit)
     liveness = _watch() if dist.is_initialized() and dist.get_world_size() > 1 else None
     _joined["liveness"] = liveness
@@ -99,6 +100,17 @@ def _leave_at_exit() -> None:
     """A program that ends without `shutdown` waits for nobody, and says so to the others."""
     if _joined:
         shutdown("its program ended without poseidon.shutdown()")
+
+
+def _speak_up() -> None:
+    """What is decided is said on rank 0's stderr, unless the program has set up logging itself."""
+    log_of_all = logging.getLogger("poseidon")
+    if log_of_all.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("poseidon: %(message)s"))
+    log_of_all.addHandler(handler)
+    log_of_all.setLevel(logging.INFO if _number("RANK", 0) == 0 else logging.WARNING)
 
 
 def set_threads() -> None:
