@@ -8,7 +8,7 @@ from torch import nn
 
 from poseidon.cluster.rates import Rates
 from poseidon.comm.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, split_into_buckets
-from poseidon.comm.capture import on_gradient
+from poseidon.comm.capture import LATE_ADDITION, Additions, on_gradient
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer
 from poseidon.errors import CommError
@@ -70,13 +70,8 @@ class BucketExchange(Exchange):
         self._layer_of = [layer for layer, _ in names]
         self.bucket = Bucket(parameters)
         self._scale = 1.0 / group.world_size
-        self._missing = set(range(len(parameters)))
+        self._additions = Additions(len(parameters))
         self._made = [0.0] * len(parameters)
-        self._expected = [1] * len(parameters)
-        """How often autograd adds to each gradient in one backward: more than once under reentrant checkpointing."""
-        self._seen = [0] * len(parameters)
-        self._learned = False
-        """Whether `_expected` has been observed. Before, a nested backward pass completes no gradient."""
         self._transfer = Transfer(label, self._issue)
         self.transfers = (self._transfer,)
         self.votes = 0.0
@@ -94,29 +89,26 @@ class BucketExchange(Exchange):
                 "use the scheme sparse_rows for this layer, or build the embedding with sparse=False"
             )
         view = self.bucket.views[index]
-        self._seen[index] += 1
+        complete = self._additions.add(index)
         if not self.step.syncing:
             if gradient is not view:
                 view.copy_(gradient)
                 parameter.grad = view
             return
-        if index not in self._missing:
+        if self._additions.is_late(index):
             raise CommError(
-                f"rank {self.group.rank}: autograd added to {self._names[index]} again after its bucket had left, at "
-                f"exchange {self.step.index}; this happens when a part of the model runs a varying number of "
-                "times under reentrant checkpointing: pass use_reentrant=False to torch.utils.checkpoint"
+                f"rank {self.group.rank}: autograd added to {self._names[index]} again after it had been complete, at "
+                f"exchange {self.step.index}; {LATE_ADDITION}"
             )
-        if self._seen[index] < self._expected[index] or (not self._learned and self.step.in_nested_backward):
-            return
-        self._take(index)
         self.step.arrived(self._layer_of[index])
-        if not self._missing:
-            self._transfer.mark_ready(self.bucket.flat.device)
+        if complete:
+            self._take(index)
+            if not self._additions.missing:
+                self._transfer.mark_ready(self.bucket.flat.device)
 
     def _take(self, index: int) -> None:
         """Leaves this rank's share of the mean in the bucket, and the view in `p.grad` where there was a gradient."""
         parameter, view = self.bucket.parameters[index], self.bucket.views[index]
-        self._missing.discard(index)
         self._made[index] = float(parameter.grad is not None)
         if parameter.grad is None:
             view.zero_()
@@ -128,10 +120,8 @@ class BucketExchange(Exchange):
 
     def flush(self) -> None:
         """What backward did not reach counts as zero here; other ranks may have reached it."""
-        for index in sorted(self._missing):
+        for index in sorted(self._additions.missing):
             self._take(index)
-            if self._seen[index]:  # it came fewer times than before, and is complete all the same
-                self.step.arrived(self._layer_of[index])
         if not self._transfer.ready.is_set():
             self._transfer.mark_ready(self.bucket.flat.device)
 
@@ -152,16 +142,13 @@ class BucketExchange(Exchange):
         return self.votes > 0
 
     def reset(self) -> None:
-        """Learns how often each gradient is added to, and waits for all of them again."""
+        """Waits for all gradients again."""
         super().reset()
-        self._expected = [max(1, seen) for seen in self._seen]
-        self._learned = True
-        self._seen = [0] * len(self._seen)
-        self._missing = set(range(len(self._seen)))
+        self._additions.reset()
 
     def end_unsynced(self) -> None:
         """Counts anew in the next backward pass."""
-        self._seen = [0] * len(self._seen)
+        self._additions.forget()
 
     def detach(self) -> None:
         """Gradients get memory of their own again."""

@@ -25,6 +25,48 @@ def on_gradient(parameter: nn.Parameter, callback: Callable[[nn.Parameter], None
     return parameter.register_post_accumulate_grad_hook(callback)  # type: ignore[no-any-return]
 
 
+class Additions:
+    """Which gradients of the present step are complete.
+
+    Autograd adds to each gradient once in a backward pass, and under reentrant checkpointing perhaps more often. How
+    often is learned in the first step, in which nothing counts as complete before its end.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.seen = [0] * count
+        self.missing = set(range(count))
+        self._expected = [0] * count
+
+    def add(self, index: int) -> bool:
+        """Notes that autograd added to a gradient; whether that completed it."""
+        self.seen[index] += 1
+        if self.seen[index] != self._expected[index]:
+            return False
+        self.missing.discard(index)
+        return True
+
+    def is_late(self, index: int) -> bool:
+        """Whether autograd added to a gradient that had been complete."""
+        return index not in self.missing and self.seen[index] != self._expected[index]
+
+    def forget(self) -> None:
+        """Counts anew: the backward pass was not one that is exchanged."""
+        self.seen = [0] * len(self.seen)
+
+    def reset(self) -> None:
+        """Learns, and waits for all of them again."""
+        self._expected = [max(1, seen) for seen in self.seen]
+        self.seen = [0] * len(self.seen)
+        self.missing = set(range(len(self.seen)))
+
+
+LATE_ADDITION = (
+    "this happens when a part of the model runs a varying number of times under reentrant checkpointing: "
+    "pass use_reentrant=False to torch.utils.checkpoint"
+)
+"""What messages about it end with."""
+
+
 class ReplacedForward:
     """A module instance whose `forward` is another function until `remove` is called.
 
@@ -70,14 +112,9 @@ def _do_nothing(*_: Any) -> None:
     pass
 
 
-def backward_id() -> int:
-    """Which backward pass autograd is running on this thread; -1 outside. Reentrant checkpointing nests others."""
-    return torch._C._current_graph_task_id()
-
-
 def inside_backward() -> bool:
     """Whether autograd is running on this thread: a forward in here is a recomputation."""
-    return backward_id() != -1
+    return torch._C._current_graph_task_id() != -1
 
 
 def graph_is_kept() -> bool:

@@ -72,8 +72,7 @@ class Group:
         if not dist.is_initialized():
             return cls([])
         groups = [dist.group.WORLD] + [dist.new_group() for _ in range(max_connections - 1)]
-        group = cls([g for g in groups if g is not None], liveness=liveness)
-        return group
+        return cls([g for g in groups if g is not None], liveness=liveness)
 
     def close(self) -> None:
         """Lets go of the process groups: while something holds them, their threads outlive the interpreter's end."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from poseidon.comm.capture import graph_is_kept
+from poseidon.comm.capture import LATE_ADDITION, graph_is_kept, inside_backward
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import Exchange, StepState, Transfer
 from poseidon.errors import CommError
@@ -159,7 +159,7 @@ class PairedRowsExchange(Exchange):
         """Of the last call before the present step."""
         self._expected_calls = 1
         self._learned = False
-        """Whether `_expected_calls` has been observed. Before, a nested backward pass does not complete the step."""
+        """Whether `_expected_calls` has been observed. Before, only the end of backward completes the step."""
         self._sent: list[weakref.ref[Call]] = []
         self._sent_serials: list[int] = []
         self._sent_rows: list[int] = []
@@ -183,6 +183,10 @@ class PairedRowsExchange(Exchange):
 
     def called(self, first: torch.Tensor) -> Call:
         """Notes a forward call whose output needs a gradient; `first` has shape `(rows, width)`."""
+        if self._first.ready.is_set() and inside_backward():
+            # Activation checkpointing runs the layer once more, for what lies inside or behind. Where it is reentrant,
+            # backward comes by this call, else by the first one, whose part has left.
+            return Call(-1, first)
         self._serial += 1
         call = Call(self._serial, first)
         self._calls.append(weakref.ref(call))
@@ -207,8 +211,7 @@ class PairedRowsExchange(Exchange):
         if self._second.ready.is_set():
             raise CommError(
                 f"rank {self.group.rank}: backward came by {self.name} again after its factors had left, at exchange "
-                f"{self.step.index}; this happens when a part of the model runs a varying number of times under "
-                "reentrant checkpointing: pass use_reentrant=False to torch.utils.checkpoint"
+                f"{self.step.index}; {LATE_ADDITION}"
             )
         if call.serial in self._sent_serials and not call.spent:
             call.first = call.first.clone()  # its place in the send buffer will not last until the next backward
@@ -218,11 +221,10 @@ class PairedRowsExchange(Exchange):
 
     def _is_complete(self) -> bool:
         arrived = {call.serial for call in self._arrived}
-        if not self._first.ready.is_set() or arrived != set(self._sent_serials):
+        if not self._learned or not self._first.ready.is_set() or arrived != set(self._sent_serials):
             return False
-        if any(call.serial not in arrived for call in self._open_calls()):
-            return False  # a call before the step's own; this backward may come by it as well
-        return self._learned or not self.step.in_nested_backward
+        # A call from before this step may be open: this backward may come by it as well.
+        return all(call.serial in arrived for call in self._open_calls())
 
     def flush(self) -> None:
         """What did not come as expected is sent as it is, or marked to be sent once more."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from poseidon.artifact import Value
 from poseidon.cluster.rates import Rates
-from poseidon.comm.capture import Removable, backward_id
+from poseidon.comm.capture import Removable
 from poseidon.comm.group import Group, Pending
 from poseidon.profile.graph import LayerSpec
 
@@ -89,8 +89,6 @@ class StepState:
         """False inside `no_sync`: gradients accumulate and nothing is sent."""
         self.on_backward: Callable[[], None] = lambda: None
         """Called by whatever first notices that backward is under way."""
-        self.backward_id = -1
-        """The backward pass that is under way, or the last one."""
         self.arrivals: dict[str, None] = {}
         """Layers in the order in which the last of their gradients became ready in this step."""
         self.on_work: Callable[[str, str, float, float], None] = lambda activity, name, start, end: None
@@ -99,11 +97,6 @@ class StepState:
         """Notes that a gradient of a layer, or its output factor, is ready."""
         self.arrivals.pop(layer, None)
         self.arrivals[layer] = None
-
-    @property
-    def in_nested_backward(self) -> bool:
-        """Whether reentrant checkpointing runs a backward pass of its own inside the step's: others may follow."""
-        return backward_id() != self.backward_id
 
     @contextmanager
     def working(self, activity: str, name: str) -> Iterator[None]:

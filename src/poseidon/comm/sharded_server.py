@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from poseidon.cluster.rates import Rates
-from poseidon.comm.capture import on_gradient
+from poseidon.comm.capture import LATE_ADDITION, Additions, on_gradient
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer
 from poseidon.errors import CommError, InfeasibleError
@@ -126,7 +126,7 @@ class ServerExchange(Exchange):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         self._shards = [Shard(parameters, layer.optimizer, group, piece_bytes) for parameters in by_dtype.values()]
         self._parameters = list(layer.parameters.values())
-        self._missing = set(range(len(self._parameters)))
+        self._additions = Additions(len(self._parameters))
         self._transfer = Transfer(f"{self.name} (push)", self._push, self._add_up)
         self.transfers = (self._transfer,)
         for index, parameter in enumerate(self._parameters):
@@ -136,14 +136,14 @@ class ServerExchange(Exchange):
         self.step.on_backward()
         if not self.step.syncing:
             return
-        if index not in self._missing:
+        complete = self._additions.add(index)
+        if self._additions.is_late(index):
             raise CommError(
-                f"rank {self.group.rank}: autograd added to a gradient of {self.name} again after it had left, at "
-                f"exchange {self.step.index}; pass use_reentrant=False to torch.utils.checkpoint"
+                f"rank {self.group.rank}: autograd added to a gradient of {self.name} again after it had been "
+                f"complete, at exchange {self.step.index}; {LATE_ADDITION}"
             )
-        self._missing.discard(index)
-        if not self._missing:
-            self.step.arrived(self.name)
+        self.step.arrived(self.name)
+        if complete and not self._additions.missing:
             self._take()
 
     def _take(self) -> None:
@@ -181,7 +181,7 @@ class ServerExchange(Exchange):
     def reset(self) -> None:
         """Waits for all gradients again."""
         super().reset()
-        self._missing = set(range(len(self._parameters)))
+        self._additions.reset()
 
     def detach(self) -> None:
         """Gives the optimizer whole parameters and whole state back."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from poseidon.cluster.rates import Rates
-from poseidon.comm.capture import ReplacedForward, inside_backward
+from poseidon.comm.capture import ReplacedForward
 from poseidon.comm.group import Group
 from poseidon.comm.paired_rows import Call, PairedRowsExchange
 from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState
@@ -102,9 +102,6 @@ class SparseRowsExchange(PairedRowsExchange):
         """The weight, or where a gradient is wanted a stand-in for it whose sparse gradient comes to us."""
         if not torch.is_grad_enabled() or not self._weight.requires_grad:
             return self._weight
-        if inside_backward() and self.transfers[0].ready.is_set():
-            # Recomputed by activation checkpointing for the sake of what lies behind; the first call's gradient counts.
-            return self._weight.detach().requires_grad_()
         rows = torch.unique(indices.detach().to(torch.int64))
         call = self.called(rows.view(-1, 1))
         stand_in = self._weight.detach().requires_grad_()

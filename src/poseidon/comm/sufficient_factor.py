@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from poseidon.cluster.rates import Rates
-from poseidon.comm.capture import ReplacedForward, inside_backward
+from poseidon.comm.capture import ReplacedForward
 from poseidon.comm.group import Group
 from poseidon.comm.paired_rows import Call, PairedRowsExchange
 from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState
@@ -160,15 +160,9 @@ class FactorExchange(PairedRowsExchange):
             bias = None if bias is None else bias.to(dtype)
         rows = x.reshape(-1, x.shape[-1])
         with torch.autocast(device_type, enabled=False):
-            call = self._new_call(rows)
+            call = self.called(rows.detach())
             output: torch.Tensor = _Linear.apply(rows, weight, bias, self._math, self, call, *self._anchors)
         return output if x.dim() == 2 else output.reshape(*x.shape[:-1], output.shape[-1])
-
-    def _new_call(self, rows: torch.Tensor) -> Call:
-        if inside_backward() and self.transfers[0].ready.is_set():
-            # Activation checkpointing runs the layer once more for what lies inside; its own factor has left.
-            return Call(-1, rows.detach())
-        return self.called(rows.detach())
 
     def combine(self, firsts: list[torch.Tensor], seconds: list[torch.Tensor]) -> None:
         """The mean over ranks of the weight's and the bias's gradient, each computed once."""

@@ -2,7 +2,7 @@
 
 What a module is says what its gradient could be. Whether it is so shows only when it runs: a weight may be used
 outside its module too, or the module's forward may never be called. So `StepWatch` watches one backward pass, counts
-rows, and compares a few rows of each weight's gradient with what the factors alone would give.
+rows, and compares a few rows of each weight's gradient with what the factors, or the looked up rows, alone would give.
 """
 
 from dataclasses import dataclass, field
@@ -130,6 +130,10 @@ class _Seen:
     actual: torch.Tensor | None = None
     """What autograd gave for them."""
     sample: torch.Tensor | None = None
+    looked_up: list[torch.Tensor] = field(default_factory=list)
+    """Of an embedding: the row numbers of each call."""
+    has_other_rows: bool = False
+    """Whether autograd gave something for rows that no call looked up."""
     tolerance: float = 1e-3
 
 
@@ -196,22 +200,31 @@ class StepWatch:
             rows = indices.new_empty(min(indices.numel(), module.num_embeddings))
         else:
             rows = torch.unique(indices)
-        if seen.sample is None and not indices.is_meta:
-            untouched = _some_untouched(rows, module.num_embeddings)  # type: ignore[arg-type]
-            seen.sample, seen.expected = untouched, torch.zeros(untouched.shape[0], device=rows.device)
+            seen.looked_up.append(rows)
+        if seen.sample is None and type(module) is nn.Embedding and not indices.is_meta:
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            seen.sample = rows[rows != padding][:SAMPLED_ROWS].long()
 
         def take(gradient: torch.Tensor) -> None:
             seen.rows += rows.numel()
             seen.itemsize = gradient.element_size()
+            if seen.sample is not None and not gradient.is_meta:
+                hits = indices.reshape(1, -1) == seen.sample.view(-1, 1)
+                part = hits.float() @ gradient.reshape(hits.shape[1], -1).float()
+                seen.expected = part if seen.expected is None else seen.expected + part
 
         output.register_hook(take)
 
     @staticmethod
     def _take_actual(parameter: nn.Parameter, seen: _Seen) -> None:
         gradient = parameter.grad
-        if gradient is None or gradient.is_sparse or seen.sample is None:
+        if gradient is None or gradient.is_meta:
             return
-        seen.actual = gradient[seen.sample].float()
+        if seen.looked_up:
+            rows = gradient.coalesce().indices()[0] if gradient.is_sparse else _rows_not_zero(gradient)
+            seen.has_other_rows = not bool(torch.isin(rows, torch.cat(seen.looked_up)).all())
+        if seen.sample is not None:
+            seen.actual = gradient.index_select(0, seen.sample).to_dense().float()
 
     def profile(self, batch_size: int = 0) -> ModelProfile:
         """Ends the watching; layers in the order in which forward reached them, those it did not reach last."""
@@ -232,28 +245,26 @@ class StepWatch:
             if layer.structure is GradientStructure.ROWS:
                 return layer  # nothing looked up in this step; rows may come
             return _as_dense(layer, "its forward was not called, or no gradient came back through it")
-        if seen.actual is not None and seen.expected is not None and not _agree(seen, layer.structure):
-            return _as_dense(layer, "its weight is used outside the module too: factors alone do not give its gradient")
+        if not _agrees(seen):
+            return _as_dense(layer, "its weight is used outside the module too, or in another way than its kind has it")
         return layer.model_copy(update={"rows": seen.rows, "factor_num_bytes": seen.itemsize})
 
 
-def _agree(seen: _Seen, structure: GradientStructure) -> bool:
-    assert seen.actual is not None
-    assert seen.expected is not None
-    if structure is GradientStructure.ROWS:
-        return not bool(seen.actual.any())
+def _agrees(seen: _Seen) -> bool:
+    if seen.actual is None or seen.expected is None:
+        return not seen.has_other_rows
     difference = torch.linalg.vector_norm(seen.actual - seen.expected)
-    return bool(difference <= seen.tolerance * torch.linalg.vector_norm(seen.actual) + torch.finfo(torch.float32).tiny)
+    most = seen.tolerance * torch.linalg.vector_norm(seen.actual) + torch.finfo(torch.float32).tiny
+    return not seen.has_other_rows and bool(difference <= most)
 
 
 def _as_dense(layer: LayerSpec, reason: str) -> LayerSpec:
     return layer.model_copy(update={"structure": GradientStructure.DENSE, "reason": reason})
 
 
-def _some_untouched(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """A few row numbers that are not among `rows`."""
-    candidates = torch.linspace(0, count - 1, min(count, 4 * SAMPLED_ROWS), device=rows.device).long()
-    return candidates[~torch.isin(candidates, rows)][:SAMPLED_ROWS]
+def _rows_not_zero(gradient: torch.Tensor) -> torch.Tensor:
+    rows: torch.Tensor = torch.linalg.vector_norm(gradient, dim=1).nonzero()[:, 0]
+    return rows
 
 
 def merge(profiles: list[ModelProfile]) -> ModelProfile:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from poseidon.comm.all_reduce import VOTE_AFTER, BucketExchange
-from poseidon.comm.capture import Removable, backward_id
+from poseidon.comm.capture import Removable
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import TAGS_PER_EXCHANGE, BoundLayer, CommScheme, Exchange, StepState, Transfer
 from poseidon.errors import CommError, InfeasibleError
@@ -185,7 +185,6 @@ class Run:
             self.recorder.end(Activity.FORWARD)
 
     def _on_backward_start(self) -> None:
-        self._state.backward_id = backward_id()
         self.recorder.begin(Activity.BACKWARD)
         if self.plan.wait_free and self._state.syncing:
             self._begin()
