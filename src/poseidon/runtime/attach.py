@@ -262,9 +262,15 @@ class Run:
     # Order of arrival
 
     def _vote(self, before: Sequence[str]) -> None:
-        """On rank 0: votes for new buckets once gradients have come in the same other order several times in a row."""
-        seen = set(self.last_arrivals)
-        if [name for name in self.plan.arrival if name in seen] == self.last_arrivals:
+        """On rank 0: votes for new buckets once gradients have come in the same other order several times in a row.
+
+        Only layers in buckets count: what travels layer by layer loses little by its place.
+        """
+        bucketed = {
+            name for exchange in self._exchanges if isinstance(exchange, BucketExchange) for name in exchange.layers
+        }
+        arrived = [name for name in self.last_arrivals if name in bucketed]
+        if [name for name in self.plan.arrival if name in set(arrived)] == arrived:
             self._misplaced = 0
         else:
             self._misplaced = self._misplaced + 1 if self.last_arrivals == before else 1

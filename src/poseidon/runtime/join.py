@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import socket
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from poseidon.comm.group import Group
 from poseidon.comm.liveness import Liveness
-from poseidon.errors import CommError, ConfigError
+from poseidon.errors import CommError, ConfigError, PoseidonError
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +52,10 @@ def init(*, max_connections: int = 2) -> Group:
     if "group" in _joined:
         group: Group = _joined["group"]
         return group
+    _speak_up()
     set_threads()
     if not dist.is_initialized():
         _join()
-    _speak_up()
     atexit.register(_leave_at_exit)
     liveness = _watch() if dist.is_initialized() and dist.get_world_size() > 1 else None
     _joined["liveness"] = liveness
@@ -89,17 +90,35 @@ def shutdown(reason: str = "") -> None:
     finally:
         if liveness is not None:
             liveness.close(reason)
-        if _joined.pop("made_group", False) and dist.is_initialized() and not reason:
+        made_group = _joined.pop("made_group", False) and dist.is_initialized()
+        _joined.clear()
+        if made_group and reason:
+            _joined["abandoned"] = True  # peers may be gone in the middle of an exchange, which nothing can end
+        elif made_group:
             if group is not None:
                 group.close()
             dist.destroy_process_group()
-        _joined.clear()
 
 
 def _leave_at_exit() -> None:
-    """A program that ends without `shutdown` waits for nobody, and says so to the others."""
-    if _joined:
-        shutdown("its program ended without poseidon.shutdown()")
+    """Ends what is left of the group when the program ends.
+
+    One that simply ends waits for the others, as with `shutdown`. One that ends by an error waits for nobody. Gloo's
+    threads may be in the middle of an exchange then, and would abort the process when Python's interpreter goes; so
+    what was said is flushed and the process ends here, with the exit code of an error.
+    """
+    failed = hasattr(sys, "last_value") or "abandoned" in _joined
+    if "group" in _joined:
+        try:
+            shutdown("its program ended by an error" if failed else "")
+        except PoseidonError as error:
+            log.warning("%s", error)
+            failed = True
+    if failed and _joined.pop("abandoned", False):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _speak_up() -> None:
