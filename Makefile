@@ -12,9 +12,10 @@ help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## four emulated hosts at 1 Gbit/s: race against DDP, then train Fashion-MNIST
-	@echo 'Racing Poseidon against DDP over four emulated hosts, then training three epochs into runs/demo.'
+	@echo 'Racing Poseidon against DDP over four emulated hosts, then training three epochs.'
 	@$(BIN)/poseidon bench fashion-mnist --hosts 4 --link 1Gbit/s --against ddp
-	@$(BIN)/poseidon train fashion-mnist --hosts 4 --link 1Gbit/s --epochs 3 --out runs/demo
+	@$(BIN)/poseidon train fashion-mnist --hosts 4 --link 1Gbit/s --epochs 3 --check-replicas \
+	  --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
 
 test: $(READY) ## every test that this machine can run
 	@echo 'Testing: plain tests first, then ranks on loopback, then hosts in network namespaces.'
@@ -29,8 +30,15 @@ check: $(READY) ## format, lint, types, imports between rooms
 	@echo 'All checks passed.'
 
 bench: $(READY) ## the benchmarks, with their tables
-	@echo 'Benchmarking: Poseidon against DDP over four emulated hosts at 1 Gbit/s.'
-	@$(BIN)/poseidon bench fashion-mnist --hosts 4 --link 1Gbit/s --against ddp
+	@echo 'Benchmarking: Poseidon against DDP over emulated hosts, about ten minutes; figures in runs/bench.'
+	@mkdir -p runs/bench
+	@$(BIN)/poseidon bench fc-heavy --hosts 4 --link 1Gbit/s --against ddp --json runs/bench/fc-heavy-1G.json
+	@$(BIN)/poseidon bench fc-heavy --hosts 4 --link 200Mbit/s --against ddp --rounds 3 --steps 1 \
+	  --json runs/bench/fc-heavy-200M.json
+	@$(BIN)/poseidon bench fashion-mnist --hosts 4 --link 1Gbit/s --against ddp --json runs/bench/fashion-mnist-1G.json
+	@$(BIN)/poseidon bench recsys --hosts 4 --link 1Gbit/s --against ddp --json runs/bench/recsys-1G.json
+	@$(BIN)/poseidon bench resnet20 --hosts 4 --link 1Gbit/s --against ddp --json runs/bench/resnet20-1G.json
+	@$(BIN)/poseidon bench fashion-mnist --alone --against ddp --json runs/bench/fashion-mnist-alone.json
 
 docs: $(READY) ## the documentation, into site/
 	@echo 'Building the documentation into site/.'

@@ -168,6 +168,7 @@ def _environment(
     return {
         "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed
         "OMP_NUM_THREADS": str(max(1, cores // place.world_size)),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch's own store prints stacks when a peer is gone; we say it in a line
         **inherited,
         **(env or {}),
         **place.variables(),
