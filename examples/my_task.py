@@ -16,7 +16,9 @@ def spirals(batch_size: int = 32) -> Task:
     return Task(
         name="spirals",
         note="synthetic points on two interleaved spirals",
-        make_model=lambda: nn.Sequential(nn.Linear(2, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2)),
+        make_model=lambda: nn.Sequential(
+            nn.Linear(2, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2)
+        ),
         make_optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
         objective=CLASSIFICATION,
         data=TaskData(make_train=lambda: points(1024, seed=1), make_test=lambda: points(256, seed=2)),

@@ -1,8 +1,8 @@
 """Your own training loop on several hosts: the four lines that change are marked.
 
-    python examples/your_own_loop.py                                                     # one process
-    torchrun --nproc-per-node 2 examples/your_own_loop.py                                # two, on this machine
-    poseidon lab --hosts 4 --link 1Gbit/s -- python examples/your_own_loop.py            # four emulated hosts
+python examples/your_own_loop.py                                                     # one process
+torchrun --nproc-per-node 2 examples/your_own_loop.py                                # two, on this machine
+poseidon lab --hosts 4 --link 1Gbit/s -- python examples/your_own_loop.py            # four emulated hosts
 """
 
 import torch

@@ -31,7 +31,11 @@ def test_your_own_loop_under_torchrun():
 
 def test_your_own_loop_alone():
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "your_own_loop.py")], capture_output=True, text=True, timeout=55, env=environment()
+        [sys.executable, str(EXAMPLES / "your_own_loop.py")],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        env=environment(),
     )
     assert done.returncode == 0, done.stderr
     assert "epoch 1: loss" in done.stdout

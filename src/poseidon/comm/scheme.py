@@ -19,6 +19,7 @@ from poseidon.artifact import Value
 from poseidon.cluster.rates import Rates
 from poseidon.comm.capture import Removable
 from poseidon.comm.group import Group, Pending
+from poseidon.errors import InfeasibleError
 from poseidon.profile.graph import LayerSpec
 
 TAGS_PER_EXCHANGE = 16
@@ -78,6 +79,15 @@ class BoundLayer:
     def name(self) -> str:
         """The layer's name in `model.named_modules()`."""
         return self.spec.name
+
+
+def check_dense(layer: BoundLayer, kind: str) -> None:
+    """Raises InfeasibleError where autograd will make sparse gradients."""
+    if getattr(layer.module, "sparse", False) is True:
+        raise InfeasibleError(
+            f"layer {layer.name!r} has sparse gradients, which {kind} cannot carry; choose sparse_rows for this layer, "
+            "or build it with sparse=False"
+        )
 
 
 class StepState:

@@ -125,7 +125,7 @@ class Run:
         if self._threads is None:
             return
         try:
-            if not self._threads.failed:
+            if not self._threads.failed and not self._hooks.in_backward:
                 self._end_open_step()
             self._unbind()
         finally:

@@ -40,15 +40,16 @@ class PassHooks:
         self._on_start = on_backward_start
         self._on_end = on_backward_end
         self._on_broken = on_backward_broken
-        self._in_backward = False
+        self.in_backward = False
+        """Whether a backward pass is under way, or broke off with an exception."""
         self._handles: list[Removable] = [
             model.register_forward_pre_hook(ModuleHook(self._before_forward)),
             model.register_forward_hook(ModuleHook(self._after_forward)),
         ]
 
     def _before_forward(self, *_: Any) -> None:
-        if self._in_backward and not inside_backward():
-            self._in_backward = False
+        if self.in_backward and not inside_backward():
+            self.in_backward = False
             self._on_broken()
         if torch.is_grad_enabled():
             self._on_forward(True)
@@ -63,14 +64,14 @@ class PassHooks:
 
     def backward_is_under_way(self) -> None:
         """Told by whatever notices first."""
-        if self._in_backward:
+        if self.in_backward:
             return
-        self._in_backward = True
+        self.in_backward = True
         self._on_start()
         Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        self._in_backward = False
+        self.in_backward = False
         self._on_end()
 
     def remove(self) -> None:
