@@ -10,7 +10,7 @@ from poseidon.cluster.rates import Rates
 from poseidon.comm.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, split_into_buckets
 from poseidon.comm.capture import LATE_ADDITION, Additions, on_gradient
 from poseidon.comm.group import Group, Pending
-from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer
+from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer, check_dense
 from poseidon.errors import CommError
 from poseidon.profile.graph import LayerSpec
 from poseidon.units import Bytes
@@ -40,6 +40,11 @@ class AllReduce(CommScheme):
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
         """Bytes over the measured all-reduce bandwidth; the latency is the bucket's, shared by many layers."""
         return Cost(wire_seconds=self.bytes_sent(layer, rates.world_size) / rates.all_reduce_bandwidth)
+
+    def check(self, layers: Sequence[BoundLayer]) -> None:
+        """Gradients have to be dense."""
+        for layer in layers:
+            check_dense(layer, self.kind)
 
     def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
         """One exchange per bucket; dtypes and devices do not share a bucket."""
@@ -89,12 +94,12 @@ class BucketExchange(Exchange):
                 "use the scheme sparse_rows for this layer, or build the embedding with sparse=False"
             )
         view = self.bucket.views[index]
-        complete = self._additions.add(index)
         if not self.step.syncing:
             if gradient is not view:
                 view.copy_(gradient)
                 parameter.grad = view
             return
+        complete = self._additions.add(index)
         if self._additions.is_late(index):
             raise CommError(
                 f"rank {self.group.rank}: autograd added to {self._names[index]} again after it had been complete, at "
@@ -145,10 +150,6 @@ class BucketExchange(Exchange):
         """Waits for all gradients again."""
         super().reset()
         self._additions.reset()
-
-    def end_unsynced(self) -> None:
-        """Counts anew in the next backward pass."""
-        self._additions.forget()
 
     def detach(self) -> None:
         """Gradients get memory of their own again."""

@@ -49,10 +49,6 @@ class Additions:
         """Whether autograd added to a gradient that had been complete."""
         return index not in self.missing and self.seen[index] != self._expected[index]
 
-    def forget(self) -> None:
-        """Counts anew: the backward pass was not one that is exchanged."""
-        self.seen = [0] * len(self.seen)
-
     def reset(self) -> None:
         """Learns, and waits for all of them again."""
         self._expected = [max(1, seen) for seen in self.seen]

@@ -21,7 +21,7 @@ from torch import nn
 from poseidon.cluster.rates import Rates
 from poseidon.comm.capture import LATE_ADDITION, Additions, on_gradient
 from poseidon.comm.group import Group, Pending
-from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer
+from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer, check_dense
 from poseidon.errors import CommError, InfeasibleError
 from poseidon.profile.graph import LayerSpec
 from poseidon.units import MIB, Bytes
@@ -46,6 +46,8 @@ ELEMENTWISE = (
     torch.optim.Rprop,
 )
 """Optimizers whose update of a number depends on that number's own gradient and state alone."""
+COMMON_STATE = ("step", "eta", "mu", "mu_product")
+"""What these optimizers keep once for a parameter; all else in their state is kept for each of its numbers."""
 
 
 class ShardedServer(CommScheme):
@@ -71,8 +73,9 @@ class ShardedServer(CommScheme):
         )
 
     def check(self, layers: Sequence[BoundLayer]) -> None:
-        """The optimizer has to be able to run on a shard alone."""
+        """Gradients have to be dense, and the optimizer has to be able to run on a shard alone."""
         for layer in layers:
+            check_dense(layer, self.kind)
             check_optimizer(layer)
 
     def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
@@ -221,7 +224,7 @@ class Shard:
                 self._stepped = False
             if state := self._optimizer.state.pop(whole, None):
                 self._optimizer.state[own] = {
-                    key: value.view(-1)[a:b].clone() if _shaped_as(value, whole) else value
+                    key: value.reshape(-1)[a:b].clone() if _is_kept_for_each_number(key, value) else value
                     for key, value in state.items()
                 }
 
@@ -321,15 +324,15 @@ class Shard:
         if not self._stepped and any(self._made.tolist()):
             self._restore_gradients(tag)
         states = [self._optimizer.state.pop(own, {}) for own in self._own]
-        keys = sorted({key for state in states for key in state})
-        for key in keys:
-            values = [state[key] for state in states if key in state]
-            if not all(_shaped_as(value, own) for value, own in zip(values, self._own, strict=False)):
-                for parameter, value in zip(self._parameters, values, strict=True):
-                    self._optimizer.state[parameter][key] = value
-                continue
-            for parameter, whole in zip(self._parameters, self._whole(values, tag, f"state {key!r}"), strict=True):
-                self._optimizer.state[parameter][key] = whole
+        for parameter, state in zip(self._parameters, states, strict=True):
+            if state:  # a parameter that no gradient has reached yet has none
+                self._optimizer.state[parameter] = state
+        for key in sorted({key for state in states for key in state}):
+            if any(_is_kept_for_each_number(key, state.get(key)) for state in states):
+                parts = [state.get(key, own.detach()) for state, own in zip(states, self._own, strict=True)]
+                for state, whole in zip(states, self._whole(parts, tag, f"state {key!r}"), strict=True):
+                    if key in state:
+                        state[key] = whole
 
     def _restore_gradients(self, tag: int) -> None:
         """A mean that the optimizer has not used yet belongs into `p.grad` again."""
@@ -365,9 +368,8 @@ def _intersections(tensors: Sequence[_T], start: int, end: int) -> list[tuple[_T
     return result
 
 
-def _shaped_as(value: object, like: torch.Tensor) -> bool:
-    """Whether a piece of optimizer state holds one number per element (`step` does not)."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == like.shape
+def _is_kept_for_each_number(key: str, value: object) -> bool:
+    return isinstance(value, torch.Tensor) and key not in COMMON_STATE
 
 
 def _together(pendings: Sequence[Pending]) -> Pending:
