@@ -6,6 +6,7 @@ algorithm sends them; point-to-point messages as they are. torch's errors become
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +64,8 @@ class Group:
         self.rank = self._groups[0].rank() if self._groups else 0
         self.world_size = self._groups[0].size() if self._groups else 1
         self.bytes_sent = 0
+        self.num_exchanges = 0
+        """How many exchanges of gradients lie behind this rank, over all runs."""
         self.takes_short_messages = not self._groups or self._groups[0].name() == "gloo"
         """A receive may be posted with a larger buffer than the message: gloo yes, NCCL no."""
 
@@ -136,12 +139,20 @@ class Group:
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self.all_gather_text("")
+        self.all_gather_text("", "waiting for all ranks")
 
     def all_gather_text(self, text: str, what: str = "gathering facts") -> list[str]:
         """Every rank's text, by rank. JSON crosses the network this way; never a pickle."""
         if self.world_size == 1:
             return [text]
+        with self.waiting(what):
+            return self._gather_text(text, what)
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Tells the others meanwhile that this rank waits for them outside any exchange."""
+        return nullcontext() if self.liveness is None else self.liveness.waiting(self.num_exchanges, what)
+
+    def _gather_text(self, text: str, what: str) -> list[str]:
         data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
         lengths = self._all_gather(torch.tensor([len(text.encode())]), what)
         longest = max(1, max(int(length) for length in lengths))

@@ -4,11 +4,15 @@ A broken connection says that something ended, not who. So every rank counts up 
 a store connection that nothing else uses; a rank whose key stands still is lost. The first to find out writes it down,
 so that all the others name the same rank and not one another. Deadlines count silence, not waiting: a rank that is slow
 but beats is waited for.
+
+With its beat a rank says where all ranks have to meet, if it waits there. One that waits in an exchange learns so that
+the others have left the exchanges behind, and that it waits in vain.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from torch._C._distributed_c10d import Store
 
@@ -17,6 +21,8 @@ SILENT_SECONDS = 3.0
 """A broken connection and this much silence: the rank is gone."""
 LOST_SECONDS = 10.0
 """This much silence alone: the rank is gone, or its link is."""
+PATIENCE_SECONDS = 10.0
+"""Others may be seen where this rank has just been; after so long they wait for it."""
 
 
 class Liveness:
@@ -32,12 +38,15 @@ class Liveness:
         self._connect = connect
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
-        self._guard = threading.Lock()  # guards the four fields below
+        self._guard = threading.Lock()  # guards the five fields below
         self._last_beat = dict.fromkeys(self._others, time.monotonic())
+        self._meeting: dict[int, tuple[str, float]] = {}
+        """What ranks say about where they wait, and since when they say so."""
         self._farewells: dict[int, str] = {}
         self._store_gone_since: float | None = None
         self._verdict = ""
         self._announce = ""
+        self._waits = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="poseidon-liveness", daemon=True)
         self._thread.start()
@@ -47,6 +56,34 @@ class Liveness:
         self._announce = reason
         self._stop.set()
         self._thread.join(timeout=2 * BEAT_SECONDS + 1)
+
+    @contextmanager
+    def waiting(self, num_exchanges: int, what: str) -> Iterator[None]:
+        """Tells the others that this rank waits for all ranks, outside any exchange.
+
+        Args:
+            num_exchanges: How many exchanges lie behind it.
+            what: What it waits in.
+        """
+        self._waits = f"{num_exchanges} {what}"
+        try:
+            yield
+        finally:
+            self._waits = ""
+
+    def left_behind(self, num_exchanges: int) -> str:
+        """Which rank will not come to the next exchange because it waits elsewhere, in words; empty if none does.
+
+        Args:
+            num_exchanges: How many exchanges lie behind this rank.
+        """
+        with self._guard:
+            meeting = dict(self._meeting)
+        for rank, (waits, since) in sorted(meeting.items()):
+            theirs, _, what = waits.partition(" ")
+            if int(theirs) <= num_exchanges and time.monotonic() - since > PATIENCE_SECONDS:
+                return f"rank {rank} has left the exchanges behind after {theirs} of them and waits in {what!r}"
+        return ""
 
     def lost(self) -> str:
         """Who has been silent for so long that it is lost, in words; empty while all are there."""
@@ -72,11 +109,17 @@ class Liveness:
             if self._farewells:
                 rank, reason = min(self._farewells.items())
                 self._verdict = f"rank {rank} ended with: {reason}"
+            elif silent := self._silent(now, silent_seconds):
+                self._verdict = _in_words(silent)
             elif self._store_gone_since is not None and now - self._store_gone_since > silent_seconds / 2:
                 self._verdict = "rank 0 is gone, and the rendezvous store with it (the process or its link ended)"
-            elif silent := {r: now - t for r, t in self._last_beat.items() if now - t > silent_seconds}:
-                self._verdict = _in_words(silent)
             return self._verdict
+
+    def _silent(self, now: float, seconds: float) -> dict[int, float]:
+        """The ranks that have been silent for so long, and how long; without a store, those that were when it went."""
+        gone = self._store_gone_since
+        before = now if gone is None else gone - 2 * BEAT_SECONDS - 0.1
+        return {r: now - last for r, last in self._last_beat.items() if now - last > seconds and last < before}
 
     def _run(self) -> None:
         try:
@@ -90,13 +133,13 @@ class Liveness:
             try:
                 count += 1
                 stopping = self._stop.is_set()
-                store.set(f"poseidon/beat/{self._rank}", str(count))
+                store.set(f"poseidon/beat/{self._rank}", f"{count} {self._waits}")
+                self._agree(store)
                 if stopping:
                     if self._announce:
                         store.set(f"poseidon/farewell/{self._rank}", self._announce[:500])
                     return
                 self._listen(store, beats)
-                self._agree(store)
             except (RuntimeError, OSError):
                 self._mark_store_gone()
                 return
@@ -107,12 +150,20 @@ class Liveness:
             beat = store.get(f"poseidon/beat/{rank}")
             if beats.get(rank) != beat:
                 beats[rank] = beat
-                with self._guard:
-                    self._last_beat[rank] = time.monotonic()
+                self._note_beat(rank, beat.decode(errors="replace").partition(" ")[2])
         for rank in self._present(store, "farewell", self._others):
             reason = store.get(f"poseidon/farewell/{rank}").decode(errors="replace")
             with self._guard:
                 self._farewells[rank] = reason
+
+    def _note_beat(self, rank: int, waits: str) -> None:
+        now = time.monotonic()
+        with self._guard:
+            self._last_beat[rank] = now
+            if not waits:
+                self._meeting.pop(rank, None)
+            elif self._meeting.get(rank, ("", now))[0] != waits:
+                self._meeting[rank] = (waits, now)
 
     @staticmethod
     def _present(store: Store, kind: str, ranks: Iterable[int]) -> list[int]:

@@ -136,6 +136,8 @@ class Transfer:
         self.start = 0.0
         self.end = 0.0
         self.num_bytes = 0
+        self.scheduled = True
+        """Whether it is part of an exchange, which every rank takes part in before it goes on."""
         self._pending: Pending | None = None
         self._event: torch.cuda.Event | None = None
 

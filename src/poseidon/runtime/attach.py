@@ -51,7 +51,7 @@ class Run:
         """Called at the end of each synchronized backward pass, gradients final; may call `adopt`."""
         self._state = StepState()
         self._state.on_work = lambda activity, name, start, end: self.recorder.add(activity, name, start, end)
-        self._threads = CommThread(group.liveness) if group.world_size > 1 else None
+        self._threads = CommThread(group) if group.world_size > 1 else None
         self._hooks = PassHooks(
             model,
             on_forward=self._on_forward,
@@ -225,6 +225,7 @@ class Run:
             self.recorder.add_transfers(self._schedule)
         self.recorder.close_step(self._state.index, self.label)
         self._state.index += 1
+        self.group.num_exchanges += 1
         self.last_arrivals = list(self._state.arrivals)
         self._state.arrivals = {}
         for exchange in self._exchanges:
@@ -297,9 +298,10 @@ class Run:
     def _after_optimizer(self, *_: object) -> None:
         self.recorder.end(Activity.OPTIMIZER)
         pendings = [(exchange.name, exchange.after_optimizer()) for exchange in self._exchanges]
-        for name, pending in pendings:
-            if pending is not None:
-                self._wait_for(pending, f"{name} (gather)")
+        with self.group.waiting("the gathering of parameters after optimizer.step()"):
+            for name, pending in pendings:
+                if pending is not None:
+                    self._wait_for(pending, f"{name} (gather)")
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, group: Group) -> Run:

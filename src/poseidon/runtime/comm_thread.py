@@ -9,24 +9,25 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from poseidon.comm.group import Pending
-from poseidon.comm.liveness import Liveness
+from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import Transfer
 from poseidon.errors import CommError, PeerLostError, PoseidonError
 
 LOOK_UP_SECONDS = 0.2
 """How often a waiting training thread looks whether all ranks are still there."""
+CLOSE_SECONDS = 5.0
+"""How long the end of the threads may take; after a failure one may hang in a transfer that nothing ends."""
 
 
 class CommThread:
     """The communication threads of one rank.
 
     Args:
-        liveness: Who is still there; None where nobody watches.
+        group: The ranks.
     """
 
-    def __init__(self, liveness: Liveness | None) -> None:
-        self._liveness = liveness
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._steps: queue.SimpleQueue[Sequence[Transfer] | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -56,14 +57,26 @@ class CommThread:
         """Blocks the training thread until a transfer has ended.
 
         Raises:
-            CommError: The transfer failed.
+            CommError: The transfer failed, or others wait for this rank elsewhere.
             PeerLostError: A rank fell silent.
         """
         while not transfer.done.wait(LOOK_UP_SECONDS):
-            if self._failure is None and self._liveness is not None and (lost := self._liveness.lost()):
-                self._failure = PeerLostError(f"{transfer.name} cannot end: {lost}")
+            self._look_up(transfer, f"rank {self._group.rank}: {transfer.name} in exchange {self._group.num_exchanges}")
             self.raise_failure()
         self.raise_failure()
+
+    def _look_up(self, transfer: Transfer, what: str) -> None:
+        """Looks for what keeps a transfer from ending, unless that is known already."""
+        liveness = self._group.liveness
+        if self._failure is not None or liveness is None:
+            return
+        if lost := liveness.lost():
+            self._failure = PeerLostError(f"{what} cannot end: {lost}")
+        elif transfer.scheduled and (elsewhere := liveness.left_behind(self._group.num_exchanges)):
+            self._failure = CommError(
+                f"{what} cannot end: {elsewhere}; every rank must run backward equally often (one without data calls "
+                "empty_step())"
+            )
 
     def wait_for(self, pending: Pending, name: str) -> None:
         """Blocks the training thread until what it has issued itself, outside the schedule, has ended.
@@ -73,6 +86,7 @@ class CommThread:
             PeerLostError: As `wait`.
         """
         transfer = Transfer(name, lambda: pending)
+        transfer.scheduled = False
         transfer.issue()
         self._started.put(transfer)
         self.wait(transfer)
@@ -82,7 +96,7 @@ class CommThread:
         self._closing = True
         self._steps.put(None)
         for thread in self._threads:
-            thread.join(timeout=5)
+            thread.join(timeout=CLOSE_SECONDS if not self.failed else LOOK_UP_SECONDS)
 
     def _issue_all(self) -> None:
         while (schedule := self._steps.get()) is not None:
