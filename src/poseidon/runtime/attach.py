@@ -23,7 +23,13 @@ from poseidon.profile.structure import owned_parameters
 from poseidon.runtime.comm_thread import CommThread
 from poseidon.runtime.hooks import PassHooks
 from poseidon.runtime.recorder import Recorder
-from poseidon.runtime.replicas import broadcast_buffers, broadcast_model, check_replicas, check_same_model
+from poseidon.runtime.replicas import (
+    broadcast_buffers,
+    broadcast_model,
+    check_replicas,
+    check_same_model,
+    check_same_plan,
+)
 from poseidon.timeline import Activity, Timeline
 
 log = logging.getLogger(__name__)
@@ -317,10 +323,12 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan
         The run; training goes on with the caller's own loop.
 
     Raises:
-        InfeasibleError: The models differ between ranks, or the plan does not fit them; the first difference is named.
+        InfeasibleError: The models or plans differ between ranks, or the plan does not fit; the first difference is
+            named.
     """
     check_same_model(model, group)
     check_plan(plan, model, optimizer, group)
+    check_same_plan(plan, group)
     broadcast_model(model, group)
     return Run(model, optimizer, plan, group)
 

@@ -96,7 +96,7 @@ class CommThread:
         self._closing = True
         self._steps.put(None)
         for thread in self._threads:
-            thread.join(timeout=CLOSE_SECONDS if not self.failed else LOOK_UP_SECONDS)
+            thread.join(timeout=1.0 if self.failed else CLOSE_SECONDS)
 
     def _issue_all(self) -> None:
         while (schedule := self._steps.get()) is not None:

@@ -2,18 +2,27 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
+from itertools import zip_longest
 
 import torch
 from torch import nn
 
 from poseidon.comm.group import Group
 from poseidon.errors import CommError, InfeasibleError
+from poseidon.plan import Plan
 
 
 def describe_model(model: nn.Module) -> list[list[str]]:
     """Name, shape, dtype and whether it is trained of every parameter and buffer, in order."""
-    rows = [[name, str(tuple(p.shape)), str(p.dtype), str(p.requires_grad)] for name, p in model.named_parameters()]
-    return rows + [[name, str(tuple(b.shape)), str(b.dtype), "buffer"] for name, b in model.named_buffers()]
+    rows = [[name, _form(p), str(p.dtype), str(p.requires_grad)] for name, p in model.named_parameters()]
+    return rows + [[name, _form(b), str(b.dtype), "buffer"] for name, b in model.named_buffers()]
+
+
+def _form(tensor: torch.Tensor) -> str:
+    """The shape, and where it is not the usual one the layout in memory: gradients are summed as they lie there."""
+    shape = str(tuple(tensor.shape))
+    return shape if tensor.is_contiguous() else f"{shape} with strides {tensor.stride()}"
 
 
 def check_same_model(model: nn.Module, group: Group) -> None:
@@ -22,21 +31,44 @@ def check_same_model(model: nn.Module, group: Group) -> None:
     Raises:
         InfeasibleError: They differ; the first difference is named.
     """
-    mine = describe_model(model)
-    everyone = [json.loads(text) for text in group.all_gather_text(json.dumps(mine), "comparing the models")]
-    first = everyone[0]
+    for rank, index, here, there in _differences(describe_model(model), group, "comparing the models"):
+        raise InfeasibleError(
+            f"the models differ between ranks, so they cannot train together: number {index} is "
+            f"{_in_words(here)} on rank 0 and {_in_words(there)} on rank {rank}; "
+            "build the same model on every rank"
+        )
+
+
+def check_same_plan(plan: Plan, group: Group) -> None:
+    """Compares what the ranks are about to do.
+
+    Raises:
+        InfeasibleError: Their plans differ; the first difference is named.
+    """
+    mine = [
+        ["wait_free", str(plan.wait_free)],
+        ["connections", str(plan.connections)],
+        ["the order of arrival", ", ".join(plan.arrival)],
+        *([f"the scheme of layer {name!r}", scheme.model_dump_json()] for name, scheme in plan.schemes.items()),
+        *([f"rows of layer {layer.name!r}", str(layer.rows)] for layer in plan.profile.layers),
+    ]
+    for rank, _, here, there in _differences(mine, group, "comparing the plans"):
+        what, value = here or there or ["", ""]
+        raise InfeasibleError(
+            f"the plans differ between ranks: {what} is {value} on rank 0 and {(there or ['', 'missing'])[1]} on rank "
+            f"{rank}; give every rank the same plan"
+        )
+
+
+def _differences(
+    mine: list[list[str]], group: Group, what: str
+) -> Iterator[tuple[int, int, list[str] | None, list[str] | None]]:
+    """Where a rank's rows differ from rank 0's: that rank, the row's number, rank 0's row and that rank's."""
+    everyone = [json.loads(text) for text in group.all_gather_text(json.dumps(mine), what)]
     for rank, other in enumerate(everyone):
-        if other == first:
-            continue
-        for index in range(max(len(first), len(other))):
-            here = first[index] if index < len(first) else None
-            there = other[index] if index < len(other) else None
+        for index, (here, there) in enumerate(zip_longest(everyone[0], other)):
             if here != there:
-                raise InfeasibleError(
-                    f"the models differ between ranks, so they cannot train together: number {index} is "
-                    f"{_in_words(here)} on rank 0 and {_in_words(there)} on rank {rank}; "
-                    "build the same model on every rank"
-                )
+                yield rank, index, here, there
 
 
 def _in_words(row: list[str] | None) -> str:
