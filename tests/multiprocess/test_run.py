@@ -230,3 +230,73 @@ def drifted(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_does_not_fit_is_named(check, world_size):
     run_ranks(world_size, check)
+
+
+# Gradients that are nobody's step
+
+
+def inner_gradients(rank, world_size, kind):
+    """`torch.autograd.grad` for inputs: on all ranks, as adversarial training has it, and then on one rank only."""
+    pair = Pair(
+        *(rank, world_size, nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)), SCHEMES[kind]()),
+        *(attacked, lambda r, step: rows(r, step, 5, 6)),
+    )
+    for step in range(4):
+        exchanges = pair.run.num_exchanges
+        if rank == 1 and step >= 2:
+            x = rows(7, step, 3, 6).requires_grad_()
+            (saliency,) = torch.autograd.grad(square(pair.model, x), x)
+            assert saliency.any()
+        pair.step(step)
+        assert pair.run.num_exchanges == exchanges + 1
+    pair.run.detach()
+
+
+def attacked(model, x):
+    x = x.clone().requires_grad_()
+    (direction,) = torch.autograd.grad(square(model, x), x)
+    return square(model, (x + 0.1 * direction.sign()).detach())
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "sufficient_factor", "sharded_server"])
+def test_inner_gradients(kind):
+    run_ranks(2, inner_gradients, kind)
+
+
+def gradients_of_parameters(rank, world_size):
+    for kind in ("all_reduce", "sufficient_factor"):
+        model = nn.Linear(6, 4)
+        plan = plan_for(model, world_size, SCHEMES[kind](), lambda model=model: square(model, rows(0, 0, 5, 6)))
+        run = attach(model, None, plan, Group.of_default())
+        square(model, rows(rank, 0, 5, 6)).backward()
+        loss = square(model, rows(rank, 1, 5, 6))
+        if kind == "all_reduce":
+            assert torch.autograd.grad(loss, list(model.parameters()))[0].any()
+        else:
+            with pytest.raises(CommError, match=r"asked for the gradient of a parameter of , which sufficient_factor"):
+                torch.autograd.grad(loss, list(model.parameters()))
+        assert run.num_exchanges == 1
+        square(model, rows(rank, 2, 5, 6)).backward()
+        assert run.num_exchanges == 2
+        run.detach()
+
+
+def hooked(rank, world_size):
+    """Hooks of the model's own on layers and their gradients work as ever."""
+    seen = []
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+    for layer in (model[0], model[2]):
+        layer.register_forward_hook(lambda module, given, output: output * 2)
+        layer.register_full_backward_hook(lambda module, mine, given: seen.append(given[0].shape))
+    pair = Pair(rank, world_size, model, SufficientFactor(), square, lambda r, step: rows(r, step, 5, 6))
+    assert not pair.run.plan.is_plain
+    seen.clear()
+    pair.backward(0)
+    assert seen == [(5, 4), (5, 9)]
+    pair.run.detach()
+    Pair(rank, world_size, model, SufficientFactor(), square, lambda r, step: rows(r, step, 5, 6)).steps(3).run.detach()
+
+
+@pytest.mark.parametrize("check", [gradients_of_parameters, hooked])
+def test_what_else_models_do(check):
+    run_ranks(2, check)

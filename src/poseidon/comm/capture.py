@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
+
+from poseidon.errors import CommError
 
 
 class Removable(Protocol):
@@ -111,6 +114,20 @@ def _do_nothing(*_: Any) -> None:
 def inside_backward() -> bool:
     """Whether autograd is running on this thread: a forward in here is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def accumulates(node: Node) -> bool:
+    """Inside a backward pass: whether it will add to the gradient of the parameter that `node` accumulates.
+
+    `torch.autograd.grad` for inputs passes by the layers as well, but leaves `p.grad` of their parameters alone.
+
+    Raises:
+        CommError: It is `torch.autograd.grad` for this very parameter.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        raise CommError("torch.autograd.grad() was asked for the gradient of a parameter") from error
 
 
 def graph_is_kept() -> bool:

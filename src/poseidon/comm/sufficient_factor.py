@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 
 from poseidon.cluster.rates import Rates
-from poseidon.comm.capture import ReplacedForward
+from poseidon.comm.capture import ReplacedForward, accumulates
 from poseidon.comm.group import Group
 from poseidon.comm.paired_rows import Call, PairedRowsExchange
 from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState
+from poseidon.errors import CommError
 from poseidon.profile.graph import GradientStructure, LayerSpec
 
 
@@ -109,7 +111,7 @@ class _Linear(torch.autograd.Function):
         call: Call,
         *anchors: nn.Parameter,
     ) -> torch.Tensor:
-        del anchors  # they only make the output require a gradient
+        ctx.num_anchors = len(anchors)  # they only make the output require a gradient
         ctx.math, ctx.exchange, ctx.call = math, exchange, call
         ctx.save_for_backward(weight)
         return math.output(x, weight, bias)
@@ -118,7 +120,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        ctx.exchange.returned(ctx.call, gradient)
+        ctx.exchange.passed(ctx.call, gradient, [node for node, _ in ctx.next_functions[-ctx.num_anchors :]])
         input_gradient = ctx.math.input_gradient(gradient, weight) if ctx.needs_input_grad[0] else None
         return (input_gradient, *[None] * (len(ctx.needs_input_grad) - 1))
 
@@ -163,6 +165,18 @@ class FactorExchange(PairedRowsExchange):
             call = self.called(rows.detach())
             output: torch.Tensor = _Linear.apply(rows, weight, bias, self._math, self, call, *self._anchors)
         return output if x.dim() == 2 else output.reshape(*x.shape[:-1], output.shape[-1])
+
+    def passed(self, call: Call, gradient: torch.Tensor, anchors: Sequence[Node | None]) -> None:
+        """Told by autograd, with the nodes that would accumulate the gradients of this layer's parameters."""
+        try:
+            wanted = any(accumulates(node) for node in anchors if node is not None)
+        except CommError as error:
+            raise CommError(
+                f"rank {self.group.rank}: {error} of {self.name}, which sufficient_factor never computes on one rank; "
+                "use backward(), or choose all_reduce for this layer"
+            ) from error
+        if wanted:
+            self.returned(call, gradient)
 
     def combine(self, firsts: list[torch.Tensor], seconds: list[torch.Tensor]) -> None:
         """The mean over ranks of the weight's and the bias's gradient, each computed once."""

@@ -162,9 +162,9 @@ class StepWatch:
                 continue
             seen = self._seen[layer.name] = _Seen()
             watch = self._watch_factors if layer.structure is GradientStructure.OUTER_PRODUCT else self._watch_rows
-            self._handles.append(
-                module.register_forward_hook(lambda m, a, k, y, w=watch, s=seen: w(m, a, k, y, s), with_kwargs=True)
-            )
+            hook = lambda m, a, k, y, w=watch, s=seen: w(m, a, k, y, s)  # noqa: E731
+            # Before hooks that may change the output.
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
             weight = module.weight
             assert isinstance(weight, nn.Parameter)
             self._handles.append(weight.register_post_accumulate_grad_hook(lambda p, s=seen: self._take_actual(p, s)))

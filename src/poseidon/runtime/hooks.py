@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from poseidon.comm.capture import ModuleHook, Removable, inside_backward
+from poseidon.comm.capture import ModuleHook, Removable, accumulates, inside_backward
+from poseidon.errors import CommError
 
 
 class PassHooks:
@@ -36,6 +38,7 @@ class PassHooks:
         on_backward_end: Callable[[], None],
         on_backward_broken: Callable[[], None],
     ) -> None:
+        self._model = model
         self._on_forward = on_forward
         self._on_start = on_backward_start
         self._on_end = on_backward_end
@@ -60,7 +63,18 @@ class PassHooks:
         self._on_forward(False)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self.backward_is_under_way())
+                leaf.register_hook(self._on_output_gradient)
+
+    def _on_output_gradient(self, _: torch.Tensor) -> None:
+        if not self.in_backward and self._accumulates():
+            self.backward_is_under_way()
+
+    def _accumulates(self) -> bool:
+        """Whether autograd is on its way to some parameter: `torch.autograd.grad` is not."""
+        try:
+            return any(accumulates(get_gradient_edge(p).node) for p in self._model.parameters() if p.requires_grad)
+        except CommError:
+            return False
 
     def backward_is_under_way(self) -> None:
         """Told by whatever notices first."""
