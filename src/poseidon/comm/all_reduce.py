@@ -99,28 +99,28 @@ class BucketExchange(Exchange):
                 view.copy_(gradient)
                 parameter.grad = view
             return
-        complete = self._additions.add(index)
-        if self._additions.is_late(index):
+        self.step.arrived(self._layer_of[index])
+        if self._additions.add(index):
+            self._take(index)
+            if not self._additions.missing:
+                self._transfer.mark_ready(self.bucket.flat.device)
+        elif index not in self._additions.missing:
             raise CommError(
                 f"rank {self.group.rank}: autograd added to {self._names[index]} again after it had been complete, at "
                 f"exchange {self.step.index}; {LATE_ADDITION}"
             )
-        self.step.arrived(self._layer_of[index])
-        if complete:
-            self._take(index)
-            if not self._additions.missing:
-                self._transfer.mark_ready(self.bucket.flat.device)
 
     def _take(self, index: int) -> None:
         """Leaves this rank's share of the mean in the bucket, and the view in `p.grad` where there was a gradient."""
         parameter, view = self.bucket.parameters[index], self.bucket.views[index]
-        self._made[index] = float(parameter.grad is not None)
-        if parameter.grad is None:
+        gradient = parameter.grad
+        self._made[index] = float(gradient is not None)
+        if gradient is None:
             view.zero_()
-        elif parameter.grad is view:
+        elif gradient is view:
             view.mul_(self._scale)
         else:
-            torch.mul(parameter.grad, self._scale, out=view)
+            torch.mul(gradient, self._scale, out=view)
             parameter.grad = view
 
     def flush(self) -> None:
@@ -136,11 +136,11 @@ class BucketExchange(Exchange):
 
     def finish(self) -> None:
         """A gradient that no rank made stays as it was, so that the optimizer skips it as it would on one rank."""
-        facts = self.bucket.facts.tolist()
-        for parameter, view, made in zip(self.bucket.parameters, self.bucket.views, facts, strict=False):
-            if made > 0 and parameter.grad is None:
-                parameter.grad = view
-        self.votes = facts[-1]
+        *made, self.votes = self.bucket.facts.tolist()
+        if 0.0 in self._made:
+            for parameter, view, count in zip(self.bucket.parameters, self.bucket.views, made, strict=True):
+                if count > 0 and parameter.grad is None:
+                    parameter.grad = view
 
     def wants_new_order(self) -> bool:
         """Whether some rank voted in this step."""

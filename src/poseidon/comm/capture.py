@@ -36,27 +36,23 @@ class Additions:
     """
 
     def __init__(self, count: int) -> None:
-        self.seen = [0] * count
+        self._seen = [0] * count
         self.missing = set(range(count))
         self._expected = [0] * count
 
     def add(self, index: int) -> bool:
         """Notes that autograd added to a gradient; whether that completed it."""
-        self.seen[index] += 1
-        if self.seen[index] != self._expected[index]:
+        self._seen[index] += 1
+        if self._seen[index] != self._expected[index]:
             return False
         self.missing.discard(index)
         return True
 
-    def is_late(self, index: int) -> bool:
-        """Whether autograd added to a gradient that had been complete."""
-        return index not in self.missing and self.seen[index] != self._expected[index]
-
     def reset(self) -> None:
         """Learns, and waits for all of them again."""
-        self._expected = [max(1, seen) for seen in self.seen]
-        self.seen = [0] * len(self.seen)
-        self.missing = set(range(len(self.seen)))
+        self._expected = [max(1, seen) for seen in self._seen]
+        self._seen = [0] * len(self._seen)
+        self.missing = set(range(len(self._seen)))
 
 
 LATE_ADDITION = (

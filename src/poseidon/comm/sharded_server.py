@@ -139,15 +139,15 @@ class ServerExchange(Exchange):
         self.step.on_backward()
         if not self.step.syncing:
             return
-        complete = self._additions.add(index)
-        if self._additions.is_late(index):
+        self.step.arrived(self.name)
+        if self._additions.add(index):
+            if not self._additions.missing:
+                self._take()
+        elif index not in self._additions.missing:
             raise CommError(
                 f"rank {self.group.rank}: autograd added to a gradient of {self.name} again after it had been "
                 f"complete, at exchange {self.step.index}; {LATE_ADDITION}"
             )
-        self.step.arrived(self.name)
-        if complete and not self._additions.missing:
-            self._take()
 
     def _take(self) -> None:
         for shard in self._shards:
