@@ -8,6 +8,8 @@ from poseidon import errors
 
 
 def test_all_names_what_is_there() -> None:
+    for name in poseidon.__all__:
+        getattr(poseidon, name)  # imported when first used
     present = [name for name, member in vars(poseidon).items() if name[0] != "_" and not inspect.ismodule(member)]
     assert sorted({*getattr(poseidon, "__all__", [])} - {"__version__"}) == sorted(present)
 

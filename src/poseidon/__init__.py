@@ -10,10 +10,10 @@ run = poseidon.distribute(model, optimizer)       # in place; the training loop 
 The names below are imported when they are first used, so that `poseidon --help` does not wait for torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import importlib
+import typing
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from poseidon.auto import distribute as distribute
     from poseidon.cluster.rates import Rates as Rates
     from poseidon.plan import Plan as Plan
@@ -41,10 +41,10 @@ _HOMES = {
 __all__ = ["ModelProfile", "Plan", "Rates", "Run", "Timeline", "choose_plan", "distribute", "init", "shutdown"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'poseidon' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
