@@ -17,6 +17,13 @@ from poseidon.runtime.run_folder import check_unused
 from poseidon.runtime.surroundings import Surroundings
 
 
+@pytest.fixture(autouse=True)
+def _stay_in_this_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an ordinary user a launching verb starts the program anew with other rights; here that would be pytest."""
+    monkeypatch.setattr(hosts, "enter_user_namespace", lambda: None)
+
+
+
 def refused(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, result.stderr
