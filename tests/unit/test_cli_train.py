@@ -23,7 +23,6 @@ def _stay_in_this_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "enter_user_namespace", lambda: None)
 
 
-
 def refused(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, result.stderr
