@@ -18,9 +18,7 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 BITS_PER_BYTE = 8
-NANOSECONDS_PER_SECOND = 1_000_000_000
 BYTES_PER_FLOAT32 = 4
-GIGA = 10**9
 
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 _SIZE = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1024**4, "kB": 10**3, "MB": 10**6, "GB": 10**9}

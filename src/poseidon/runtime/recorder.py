@@ -37,10 +37,6 @@ class Recorder:
         if start is not None:
             self.add(activity, "", start, time.time())
 
-    def is_open(self, activity: Activity) -> bool:
-        """Whether the activity has begun and not ended."""
-        return activity in self._open
-
     def add(self, activity: str, name: str, start: float, end: float, num_bytes: int = 0) -> None:
         """Notes an interval."""
         self._intervals.append(
