@@ -75,7 +75,7 @@ def make_profile(stretch: float) -> ModelProfile:
 
 def _hybrid(profile: ModelProfile, world_size: int, bandwidth: float) -> Plan:
     forward_seconds = sum(layer.forward_seconds for layer in profile.layers)
-    rates = Rates(
+    rates = Rates.of(
         world_size=world_size,
         all_reduce_bandwidth=ALL_REDUCE_EFFICIENCY * bandwidth,
         exchange_bandwidth=EXCHANGE_EFFICIENCY * bandwidth,

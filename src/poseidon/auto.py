@@ -50,7 +50,7 @@ def distribute(
     if isinstance(plan, Plan):
         return attach(model, optimizer, plan, group)
     profile = profile_structure(model)
-    sparse = [layer.name for layer in profile.layers if getattr(model.get_submodule(layer.name), "sparse", False)]
+    sparse = [layer.name for layer in profile.trainable if getattr(model.get_submodule(layer.name), "sparse", False)]
     plain = uniform_plan(profile, group.world_size, observation_schemes(profile, sparse))
     if plan == "all_reduce":
         return attach(model, optimizer, plain, group)

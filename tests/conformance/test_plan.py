@@ -62,7 +62,7 @@ CHANGES = {
     "'world_size'": ({"world_size": 0}, "greater than or equal to 1"),
     "'speed'": ({"speed": 3}, "is not known here"),
     "'arrival'": ({"arrival": None}, "tuple"),
-    "at layer '7'": ({"schemes": {"7": {"kind": "all_reduce"}}}, "the model has no such layer"),
+    "at layer '7'": ({"schemes": {"7": {"kind": "all_reduce"}}}, "the model has no such trainable layer"),
     "at layer '0'": ({"arrival": ["1", "2", "3"]}, "a scheme and a place in the order are needed"),
     "names a layer twice": ({"arrival": ["0", "1", "2", "3", "3"]}, "arrival"),
     "layer '2' cannot use sufficient_factor": (

@@ -99,5 +99,6 @@ def test_the_cost_face(kind, structure):
     cost = scheme.cost(spec, rates)
     assert cost.seconds == cost.wire_seconds + cost.compute_seconds
     assert cost.wire_seconds >= scheme.bytes_sent(spec, 4) / 1e8
-    faster = scheme.cost(spec, rates.model_copy(update={"all_reduce_bandwidth": 1e9, "exchange_bandwidth": 1e9}))
+    assert sum(message.num_bytes for message in cost.messages) == pytest.approx(scheme.bytes_sent(spec, 4))
+    faster = scheme.cost(spec, Rates.equal(world_size=4, bandwidth=1e9, flops_per_s=1e10, latency=1e-4))
     assert faster.wire_seconds < cost.wire_seconds

@@ -42,10 +42,10 @@ def test_bytes(scheme, spec, world_size, expected):
 
 
 def test_seconds():
-    rates = Rates(world_size=4, all_reduce_bandwidth=1e6, exchange_bandwidth=0.5e6, latency=0.001, flops_per_s=1e9)
-    assert AllReduce().cost(FC, rates).seconds == pytest.approx(3.006)
-    assert ShardedServer().cost(FC, rates).seconds == pytest.approx(6.012 + 0.002)
+    rates = Rates.of(world_size=4, all_reduce_bandwidth=1e6, exchange_bandwidth=0.5e6, latency=0.001, flops_per_s=1e9)
+    assert AllReduce().cost(FC, rates).seconds == pytest.approx(3.006 + 2 * 10 * 1000 * 500 / 1e9)
+    assert ShardedServer().cost(FC, rates).seconds == pytest.approx(6.012 + 0.002 + 2 * 10 * 1000 * 500 / 1e9)
     factors = SufficientFactor().cost(FC, rates)
     assert factors.wire_seconds == pytest.approx(0.36 + 0.002)
-    assert factors.compute_seconds == pytest.approx(3 * 2 * 10 * 1000 * 500 / 1e9)
+    assert factors.compute_seconds == pytest.approx(4 * 2 * 10 * 1000 * 500 / 1e9)
     assert SparseRows().cost(TABLE, rates).seconds == pytest.approx(21_600 / 0.5e6 + 0.002)

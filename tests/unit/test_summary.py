@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from poseidon.report.summary import LABELS, StepParts, Summary, draw, find_last_starts, split_step, summarize
+from poseidon.breakdown import LABELS, StepParts, find_last_starts, split_step
+from poseidon.report.summary import Summary, draw, summarize
 from poseidon.timeline import Activity, Interval, Step, Timeline
 
 

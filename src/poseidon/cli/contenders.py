@@ -144,7 +144,7 @@ def _uniform(scheme: CommScheme, start: Start, observed: Plan | None) -> Racer:
     model = start.make_model()
     optimizer = start.task.make_optimizer(model.parameters())
     schemes: dict[str, CommScheme] = {}
-    for layer in observed.profile.layers:
+    for layer in observed.profile.trainable:
         sparse = getattr(model.get_submodule(layer.name), "sparse", False)
         schemes[layer.name] = SparseRows() if sparse else AllReduce() if scheme.refuse(layer) else scheme
     plan = uniform_plan(observed.profile, start.group.world_size, schemes, arrival=observed.arrival)

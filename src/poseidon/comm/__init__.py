@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from poseidon.comm.all_reduce import AllReduce
-from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer
+from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, Message, StepState, Transfer
 from poseidon.comm.sharded_server import ShardedServer
 from poseidon.comm.sparse_rows import SparseRows
 from poseidon.comm.sufficient_factor import SufficientFactor
@@ -28,6 +28,7 @@ __all__ = [
     "CommScheme",
     "Cost",
     "Exchange",
+    "Message",
     "ShardedServer",
     "SparseRows",
     "StepState",

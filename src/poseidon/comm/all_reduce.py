@@ -10,13 +10,27 @@ from poseidon.cluster.rates import Rates
 from poseidon.comm.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, split_into_buckets
 from poseidon.comm.capture import LATE_ADDITION, Additions, on_gradient
 from poseidon.comm.group import Group, Pending
-from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer, check_dense
+from poseidon.comm.scheme import (
+    BoundLayer,
+    CommScheme,
+    Cost,
+    Exchange,
+    Message,
+    StepState,
+    Transfer,
+    check_dense,
+    local_gradient_seconds,
+)
 from poseidon.errors import CommError
 from poseidon.profile.graph import LayerSpec
 from poseidon.units import Bytes
 
 VOTE_AFTER = 3
 """Steps in a row with another order of arrival before a rank votes for new buckets."""
+
+
+COPY_TRAFFIC = 3
+"""Bytes read and written per byte that is scaled from one place to another: read, and written after a read."""
 
 
 class AllReduce(CommScheme):
@@ -38,8 +52,18 @@ class AllReduce(CommScheme):
         return 2 * layer.num_bytes * (world_size - 1) // world_size
 
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
-        """Bytes over the measured all-reduce bandwidth; the latency is the bucket's, shared by many layers."""
-        return Cost(wire_seconds=self.bytes_sent(layer, rates.world_size) / rates.all_reduce_bandwidth)
+        """The measured curve without its latency, which is the bucket's, shared by many layers; a copy into the bucket.
+
+        The copy reads the gradient and reads and writes the bucket.
+        """
+        num_bytes = self.bytes_sent(layer, rates.world_size)
+        curve = rates.all_reduce[rates.connections]
+        return Cost(
+            messages=(Message(when="backward", pattern="all_reduce", num_bytes=num_bytes),),
+            wire_seconds=num_bytes / curve.bandwidth if rates.world_size > 1 else 0.0,
+            backward_seconds=local_gradient_seconds(layer, rates),
+            prepare_seconds=COPY_TRAFFIC * layer.num_bytes / rates.memory_bandwidth,
+        )
 
     def check(self, layers: Sequence[BoundLayer]) -> None:
         """Gradients have to be dense."""
@@ -47,19 +71,36 @@ class AllReduce(CommScheme):
             check_dense(layer, self.kind)
 
     def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
-        """One exchange per bucket; dtypes and devices do not share a bucket."""
+        """One exchange per bucket, the plan's or by size; dtypes and devices do not share a bucket."""
         exchanges: list[Exchange] = []
-        by_type: dict[tuple[torch.dtype, torch.device], list[tuple[str, str, nn.Parameter]]] = {}
-        for layer in layers:
-            # Backward frees the last parameter of a module first or in no fixed order; they are close together anyway.
-            for name, parameter in layer.parameters.items():
-                by_type.setdefault((parameter.dtype, parameter.device), []).append((layer.name, name, parameter))
-        for entries in by_type.values():
+        for entries in _by_type(layers).values():
             sizes = [p.numel() * p.element_size() for _, _, p in entries]
-            for members in split_into_buckets(sizes, first_bytes=self.first_bytes, bucket_bytes=self.bucket_bytes):
-                chosen = [entries[index] for index in members]
-                exchanges.append(BucketExchange([(e[0], e[1]) for e in chosen], [e[2] for e in chosen], group, step))
+            if layers[0].bucket is None:
+                members = split_into_buckets(sizes, first_bytes=self.first_bytes, bucket_bytes=self.bucket_bytes)
+            else:
+                members = [[i for i, e in enumerate(entries) if e[0].bucket == b] for b in _planned_buckets(entries)]
+            for indices in members:
+                chosen = [entries[index] for index in indices]
+                names = [(layer.name, name) for layer, name, _ in chosen]
+                exchanges.append(BucketExchange(names, [p for _, _, p in chosen], group, step))
         return exchanges
+
+
+_Entry = tuple[BoundLayer, str, nn.Parameter]
+"""A parameter, its layer and its name there."""
+
+
+def _by_type(layers: Sequence[BoundLayer]) -> dict[tuple[torch.dtype, torch.device], list[_Entry]]:
+    by_type: dict[tuple[torch.dtype, torch.device], list[_Entry]] = {}
+    for layer in layers:
+        # Backward frees the last parameter of a module first or in no fixed order; they are close together anyway.
+        for name, parameter in layer.parameters.items():
+            by_type.setdefault((parameter.dtype, parameter.device), []).append((layer, name, parameter))
+    return by_type
+
+
+def _planned_buckets(entries: Sequence[_Entry]) -> list[int | None]:
+    return list(dict.fromkeys(layer.bucket for layer, _, _ in entries))
 
 
 class BucketExchange(Exchange):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from poseidon.cluster.rates import Rates
+from poseidon.cluster.rates import UNLIMITED, Rates
 from poseidon.comm.group import Group
 from poseidon.units import BYTES_PER_FLOAT32, MIB
 
@@ -20,8 +20,6 @@ FIRST_BYTES = MIB // 4
 MOST_BYTES = 16 * MIB
 LATENCY_ROUNDS = 7
 PROBE_TAG = 2
-UNLIMITED = 1e30
-"""Stands for what is not there to limit anything; JSON knows no infinity."""
 CLEARLY_FASTER = 1.1
 """Further connections must win by this much to be used."""
 
@@ -54,7 +52,7 @@ def measure_rates(group: Group, rebuild: Callable[[], int] | None = None) -> Rat
     if by_connections[connections] < CLEARLY_FASTER * by_connections[1]:
         connections = 1
     group.connections = connections
-    return Rates(
+    return Rates.of(
         world_size=group.world_size,
         all_reduce_bandwidth=by_connections[connections],
         exchange_bandwidth=exchange,

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -20,23 +20,58 @@ from poseidon.cluster.rates import Rates
 from poseidon.comm.capture import Removable
 from poseidon.comm.group import Group, Pending
 from poseidon.errors import InfeasibleError
-from poseidon.profile.graph import LayerSpec
+from poseidon.profile.graph import GradientStructure, LayerSpec
 
 TAGS_PER_EXCHANGE = 16
+
+
+class Message(Value):
+    """One transfer of a layer in one step: a place in the schedule."""
+
+    when: Literal["forward", "backward", "update"]
+    """Ready when the layer's forward has been computed, when its backward has come by, or after `optimizer.step()`."""
+    pattern: Literal["all_reduce", "exchange"]
+    """Which of the measured curves it follows."""
+    num_bytes: float
+    """Payload that one rank sends."""
 
 
 class Cost(Value):
     """What one layer costs a rank in one step under one scheme."""
 
+    messages: tuple[Message, ...] = ()
+    """In the order in which they leave."""
     wire_seconds: float
     """Seconds on the link, on an idle network, from all ranks ready to all ranks done."""
-    compute_seconds: float = 0.0
-    """Seconds of computing that the scheme adds to, or with a minus sign takes from, every rank."""
+    backward_seconds: float = 0.0
+    """What the layer's backward computes beside the gradient of its input: the local weight gradient, where it does."""
+    prepare_seconds: float = 0.0
+    """Of the training thread, before the last message can leave: copies into buffers."""
+    finish_seconds: float = 0.0
+    """Of the training thread, once all messages have come: rebuilds."""
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of a rank's computing that depend on the scheme."""
+        return self.backward_seconds + self.prepare_seconds + self.finish_seconds
 
     @property
     def seconds(self) -> float:
-        """Both together."""
+        """Wire and computing together."""
         return self.wire_seconds + self.compute_seconds
+
+
+def local_gradient_seconds(layer: LayerSpec, rates: Rates) -> float:
+    """Seconds that the weight gradient of one rank's own batch takes, where a scheme could do without it.
+
+    As measured, on the slowest host of the group; from the operations where nothing was measured.
+    """
+    if layer.structure is not GradientStructure.OUTER_PRODUCT:
+        return 0.0
+    if layer.weight_gradient_seconds:
+        return layer.weight_gradient_seconds * max(host.compute_scale for host in rates.hosts)
+    out_features, in_features = layer.matrix
+    return 2 * layer.rows * out_features * in_features / rates.flops_per_s
 
 
 class CommScheme(Value, ABC):
@@ -55,7 +90,7 @@ class CommScheme(Value, ABC):
 
     @abstractmethod
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
-        """What one step costs."""
+        """What one step costs, message by message; this layer alone, on an idle network."""
 
     def check(self, layers: Sequence["BoundLayer"]) -> None:
         """Raises InfeasibleError if these layers, or their optimizer, cannot be bound."""
@@ -74,6 +109,8 @@ class BoundLayer:
     parameters: dict[str, nn.Parameter]
     """The trainable ones that this layer owns, by their name in the module."""
     optimizer: torch.optim.Optimizer | None = None
+    bucket: int | None = None
+    """Which of the plan's buckets its gradients are in; None where buckets are made by size."""
 
     @property
     def name(self) -> str:

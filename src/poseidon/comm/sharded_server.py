@@ -19,9 +19,20 @@ import torch
 from torch import nn
 
 from poseidon.cluster.rates import Rates
+from poseidon.comm.all_reduce import COPY_TRAFFIC
 from poseidon.comm.capture import LATE_ADDITION, Additions, on_gradient
 from poseidon.comm.group import Group, Pending
-from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState, Transfer, check_dense
+from poseidon.comm.scheme import (
+    BoundLayer,
+    CommScheme,
+    Cost,
+    Exchange,
+    Message,
+    StepState,
+    Transfer,
+    check_dense,
+    local_gradient_seconds,
+)
 from poseidon.errors import CommError, InfeasibleError
 from poseidon.profile.graph import LayerSpec
 from poseidon.units import MIB, Bytes
@@ -67,9 +78,19 @@ class ShardedServer(CommScheme):
         return 2 * layer.num_bytes * (world_size - 1) // world_size
 
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
-        """Bytes over the point-to-point bandwidth, one latency to push and one to gather."""
+        """Half of the bytes when the gradient is ready, half when the optimizer has run; the copies between.
+
+        The whole gradient is laid out once; of the own stretch each rank's part is read and added.
+        """
+        half = layer.num_bytes * (rates.world_size - 1) / rates.world_size
+        messages = tuple(Message(when=when, pattern="exchange", num_bytes=half) for when in ("backward", "update"))
+        curve = rates.exchange[rates.connections]
         return Cost(
-            wire_seconds=self.bytes_sent(layer, rates.world_size) / rates.exchange_bandwidth + 2 * rates.latency
+            messages=messages,
+            wire_seconds=2 * (half / curve.bandwidth + curve.latency) if rates.world_size > 1 else 0.0,
+            backward_seconds=local_gradient_seconds(layer, rates),
+            prepare_seconds=COPY_TRAFFIC * layer.num_bytes / rates.memory_bandwidth,
+            finish_seconds=COPY_TRAFFIC * layer.num_bytes / rates.world_size / rates.memory_bandwidth,
         )
 
     def check(self, layers: Sequence[BoundLayer]) -> None:

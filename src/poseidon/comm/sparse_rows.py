@@ -18,11 +18,13 @@ from poseidon.cluster.rates import Rates
 from poseidon.comm.capture import ReplacedForward
 from poseidon.comm.group import Group
 from poseidon.comm.paired_rows import Call, PairedRowsExchange
-from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState
+from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, Message, StepState
 from poseidon.profile.graph import GradientStructure, LayerSpec
 
 INDEX_BYTES = 8
 """A row number travels as int64."""
+ADDITION_TRAFFIC = 5
+"""Bytes read and written per byte of a row: joined with the others, scaled, and added to the gradient."""
 
 
 class SparseRows(CommScheme):
@@ -42,9 +44,18 @@ class SparseRows(CommScheme):
         return layer.rows * num_bytes * (world_size - 1)
 
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
-        """The wire; adding up rows is small beside it."""
+        """The wire, and adding up the rows of all ranks: each is read, and added to what is there."""
+        peers = rates.world_size - 1
+        width = layer.parameters[0].num_bytes // max(1, layer.matrix[0])
+        messages = (
+            Message(when="forward", pattern="exchange", num_bytes=layer.rows * INDEX_BYTES * peers),
+            Message(when="backward", pattern="exchange", num_bytes=layer.rows * width * peers),
+        )
+        curve = rates.exchange[rates.connections]
         return Cost(
-            wire_seconds=self.bytes_sent(layer, rates.world_size) / rates.exchange_bandwidth + 2 * rates.latency
+            messages=messages,
+            wire_seconds=sum(m.num_bytes / curve.bandwidth + curve.latency for m in messages) if peers else 0.0,
+            finish_seconds=ADDITION_TRAFFIC * rates.world_size * layer.rows * width / rates.memory_bandwidth,
         )
 
     def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:

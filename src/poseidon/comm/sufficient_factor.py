@@ -22,7 +22,7 @@ from poseidon.cluster.rates import Rates
 from poseidon.comm.capture import ReplacedForward, accumulates
 from poseidon.comm.group import Group
 from poseidon.comm.paired_rows import Call, PairedRowsExchange
-from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, StepState
+from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, Message, StepState
 from poseidon.errors import CommError
 from poseidon.profile.graph import GradientStructure, LayerSpec
 
@@ -44,15 +44,24 @@ class SufficientFactor(CommScheme):
         return layer.rows * (out_features + in_features) * layer.factor_num_bytes * (world_size - 1)
 
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
-        """The wire, and what computing grows by: 2·P·K·M·N for the rebuild instead of 2·K·M·N for the local gradient.
+        """The wire, and a rebuild of 2·P·K·M·N operations that also writes the whole gradient, on every rank.
+
+        The input factor leaves in the forward pass, the output factor in the backward pass; no local gradient is made.
 
         Source: the wire is table 1 of the ATC'17 paper with P1 = P2; the rebuild is not in it.
         """
         out_features, in_features = layer.matrix
-        local_flops = 2 * layer.rows * out_features * in_features
+        peers = rates.world_size - 1
+        flops = 2 * rates.world_size * layer.rows * out_features * in_features
+        messages = tuple(
+            Message(when=when, pattern="exchange", num_bytes=layer.rows * width * layer.factor_num_bytes * peers)
+            for when, width in (("forward", in_features), ("backward", out_features))
+        )
+        curve = rates.exchange[rates.connections]
         return Cost(
-            wire_seconds=self.bytes_sent(layer, rates.world_size) / rates.exchange_bandwidth + 2 * rates.latency,
-            compute_seconds=(rates.world_size - 1) * local_flops / rates.flops_per_s,
+            messages=messages,
+            wire_seconds=sum(m.num_bytes / curve.bandwidth + curve.latency for m in messages) if peers else 0.0,
+            finish_seconds=flops / rates.flops_per_s + layer.parameters[0].num_bytes / rates.memory_bandwidth,
         )
 
     def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:

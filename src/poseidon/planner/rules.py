@@ -68,14 +68,14 @@ def choose_plan(
     Returns:
         A plan for `rates.world_size` ranks.
     """
-    chosen = {layer.name: best_scheme(layer, rates) for layer in profile.layers}
+    chosen = {layer.name: best_scheme(layer, rates) for layer in profile.trainable}
     schemes = {name: SparseRows() if name in sparse else scheme for name, (scheme, _) in chosen.items()}
     return Plan.model_validate(
         {
             "world_size": rates.world_size,
             "profile": profile,
             "schemes": schemes,
-            "arrival": tuple(arrival) or tuple(layer.name for layer in reversed(profile.layers)),
+            "arrival": tuple(arrival) or tuple(layer.name for layer in reversed(profile.trainable)),
             "connections": rates.connections,
             "choices": {name: choice for name, (_, choice) in chosen.items()},
         }

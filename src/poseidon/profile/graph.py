@@ -29,15 +29,20 @@ class TensorSpec(Value):
     """Bytes of the parameter, and of its gradient."""
 
 
+OUTSIDE = "outside"
+"""The kind of a layer that is no module: what is computed between modules, and the loss."""
+
+
 class LayerSpec(Value):
-    """A module that owns parameters."""
+    """A module that owns parameters, a leaf module without any, or what is computed outside of these."""
 
     name: str
-    """Its name in `model.named_modules()`; empty for the model itself."""
+    """Its name in `model.named_modules()`; empty for the model itself. Outside of modules: `before <layer>`, or `loss`
+    for what follows the last layer."""
     kind: str
-    """The module's class name."""
+    """The module's class name, or `OUTSIDE`."""
     parameters: tuple[TensorSpec, ...]
-    """The trainable ones."""
+    """The trainable ones; none where nothing crosses the network."""
     structure: GradientStructure = GradientStructure.DENSE
     reason: str = ""
     """Why the structure is dense where the kind of layer would allow more."""
@@ -47,9 +52,20 @@ class LayerSpec(Value):
     """Bytes of one number of a factor as autograd makes it: 2 under bf16 autocast."""
     flops: int = 0
     """Operations of one forward pass over a rank's batch, two for each multiply-add."""
+    activation_num_bytes: int = Field(default=0, ge=0)
+    """Bytes of what its calls give out in one forward pass, which backward may need again."""
+    calls: int = Field(default=1, ge=0)
+    """Forward calls in one step."""
     forward_seconds: float = 0.0
+    """Median over the timed passes, all calls together."""
     backward_seconds: float = 0.0
-    """Without what a scheme does itself: for an outer product, the gradient of the input only."""
+    """Median, without what a scheme may do itself: for an outer product, the gradient of the input only."""
+    weight_gradient_seconds: float = 0.0
+    """Of an outer product: the local weight gradient, which backward computes unless factors travel."""
+    forward_spread_seconds: float = 0.0
+    """Between the values below and above which one in ten passes lies."""
+    backward_spread_seconds: float = 0.0
+    """The same for backward, weight gradient included."""
 
     @property
     def num_bytes(self) -> int:
@@ -66,6 +82,18 @@ class LayerSpec(Value):
         return shape[0], width
 
 
+class ComputeRates(Value):
+    """How fast the device is on which a profile was measured; seconds measured there are carried elsewhere by these."""
+
+    name: str
+    """The processor or the GPU."""
+    threads: int = Field(default=1, ge=1)
+    flops_per_s: float = Field(gt=0)
+    """On large matrix products, float32, with nothing else running beside it."""
+    memory_bandwidth: float = Field(gt=0)
+    """Bytes per second read and written when large tensors are copied."""
+
+
 class ModelProfile(Artifact):
     """What one rank's step over one model is made of."""
 
@@ -77,6 +105,27 @@ class ModelProfile(Artifact):
     """In the order of the forward pass."""
     source: str = ""
     """Where the seconds come from: measured on which device, or scaled from which published figure."""
+    device: ComputeRates | None = None
+    """What the seconds were measured on; None where they are published or asked for, and hold anywhere."""
+    step_seconds: float = 0.0
+    """Forward and backward pass as measured from outside, median; the layers' seconds add up to nearly that."""
+    optimizer: str = ""
+    """Class name of the optimizer whose seconds these are."""
+    optimizer_seconds: float = 0.0
+    """Median of `optimizer.step()` and `zero_grad()`."""
+    optimizer_state_num_bytes: int = 0
+    """What the optimizer keeps beside the parameters."""
+    loader_seconds: float = 0.0
+    """How long the training loop waits for a batch, median, after the first epoch."""
+    first_epoch_loader_seconds: float = 0.0
+    """The same in the first epoch, when nothing is cached."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know: compiled blocks, layers that were not reached."""
+
+    @property
+    def trainable(self) -> tuple[LayerSpec, ...]:
+        """The layers whose gradients cross the network."""
+        return tuple(layer for layer in self.layers if layer.parameters)
 
     @property
     def num_bytes(self) -> int:
@@ -85,5 +134,7 @@ class ModelProfile(Artifact):
 
     @property
     def seconds(self) -> float:
-        """Forward and backward seconds of all layers."""
-        return sum(layer.forward_seconds + layer.backward_seconds for layer in self.layers)
+        """Forward and backward seconds of all layers, local weight gradients included."""
+        return sum(
+            layer.forward_seconds + layer.backward_seconds + layer.weight_gradient_seconds for layer in self.layers
+        )

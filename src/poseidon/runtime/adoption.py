@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from poseidon.cluster.rates import Rates
+from poseidon.cluster.rates import UNLIMITED, Rates
 from poseidon.comm import AllReduce, SparseRows
-from poseidon.comm.probe import UNLIMITED, measure_rates
+from poseidon.comm.probe import measure_rates
 from poseidon.comm.sufficient_factor import LinearMath
 from poseidon.plan import Plan
 from poseidon.profile.graph import GradientStructure, ModelProfile
@@ -77,8 +77,8 @@ class Adoption:
         rates = measure_rates(run.group, _rebuild_of(profile, run))
         run.recorder.restart()
         seen = list(dict.fromkeys(run.last_arrivals))
-        names = {layer.name for layer in profile.layers}
-        arrival = [n for n in seen if n in names] + [n.name for n in reversed(profile.layers) if n.name not in seen]
+        names = {layer.name for layer in profile.trainable}
+        arrival = [n for n in seen if n in names] + [n.name for n in reversed(profile.trainable) if n.name not in seen]
         chosen = self._choose(profile, rates, arrival, self._sparse) if run.group.rank == 0 else None
         text = run.group.broadcast_text(chosen.to_json() if chosen else "")
         plan = Plan.parse(text, source="rank 0's plan")
@@ -145,7 +145,7 @@ def sparse_layers(run: Run) -> list[str]:
 
 def observation_schemes(profile: ModelProfile, sparse: Sequence[str]) -> dict[str, AllReduce | SparseRows]:
     """All-reduce for every layer, except where the gradient is sparse."""
-    return {layer.name: SparseRows() if layer.name in sparse else AllReduce() for layer in profile.layers}
+    return {layer.name: SparseRows() if layer.name in sparse else AllReduce() for layer in profile.trainable}
 
 
 def _plain(plan: Plan, sparse: Sequence[str]) -> Plan:
@@ -154,7 +154,7 @@ def _plain(plan: Plan, sparse: Sequence[str]) -> Plan:
 
 def _rebuild_of(profile: ModelProfile, run: Run) -> Callable[[], int] | None:
     """A rebuild as the largest fully connected layer will have it, on a part of its outputs if it is very large."""
-    layers = [layer for layer in profile.layers if layer.structure is GradientStructure.OUTER_PRODUCT and layer.rows]
+    layers = [layer for layer in profile.trainable if layer.structure is GradientStructure.OUTER_PRODUCT and layer.rows]
     if not layers:
         return None
     layer = max(layers, key=lambda one: one.num_bytes)

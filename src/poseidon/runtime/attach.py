@@ -294,7 +294,7 @@ class Run:
                 "gradients arrive in another order than planned: new buckets from exchange %d on", self._state.index
             )
         self._misplaced = 0
-        self.adopt(self.plan.model_copy(update={"arrival": tuple(arrival)}), self.label)
+        self.adopt(self.plan.with_arrival(arrival), self.label)
 
     # The optimizer
 
@@ -370,19 +370,24 @@ def _by_scheme(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[CommScheme, list[BoundLayer]]:
     owned, specs = owned_parameters(model), plan.layers
+    bucket_of = {name: index for index, bucket in enumerate(plan.buckets) for name in bucket}
     together: dict[CommScheme, list[BoundLayer]] = {}
     for name in plan.arrival:
         layer = BoundLayer(
-            spec=specs[name], module=model.get_submodule(name), parameters=owned[name], optimizer=optimizer
+            spec=specs[name],
+            module=model.get_submodule(name),
+            parameters=owned[name],
+            optimizer=optimizer,
+            bucket=bucket_of.get(name),
         )
         together.setdefault(plan.schemes[name], []).append(layer)
     return together
 
 
 def schedule(plan: Plan, exchanges: Sequence[Exchange]) -> list[Transfer]:
-    """The fixed order: what forward makes ready, in its order, then what backward makes ready, in its order."""
-    forward = {layer.name: index for index, layer in enumerate(plan.profile.layers)}
-    arrival = {name: index for index, name in enumerate(plan.arrival)}
+    """The fixed order: what forward makes ready, in its order, then what backward makes ready, in the plan's order."""
+    forward = {layer.name: index for index, layer in enumerate(plan.profile.trainable)}
+    place = {name: index for index, name in enumerate(plan.order or plan.arrival)}
     early = sorted((e for e in exchanges if e.early), key=lambda e: min(forward[name] for name in e.layers))
-    late = sorted(exchanges, key=lambda e: max(arrival[name] for name in e.layers))
+    late = sorted(exchanges, key=lambda e: max(place[name] for name in e.layers))
     return [t for e in early for t in e.early] + [t for e in late for t in e.transfers if t not in e.early]

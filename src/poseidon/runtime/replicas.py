@@ -50,7 +50,7 @@ def check_same_plan(plan: Plan, group: Group) -> None:
         ["connections", str(plan.connections)],
         ["the order of arrival", ", ".join(plan.arrival)],
         *([f"the scheme of layer {name!r}", scheme.model_dump_json()] for name, scheme in plan.schemes.items()),
-        *([f"rows of layer {layer.name!r}", str(layer.rows)] for layer in plan.profile.layers),
+        *([f"rows of layer {layer.name!r}", str(layer.rows)] for layer in plan.profile.trainable),
     ]
     for rank, _, here, there in _differences(mine, group, "comparing the plans"):
         what, value = here or there or ["", ""]

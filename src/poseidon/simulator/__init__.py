@@ -1,0 +1,1 @@
+"""Predicts steps: what is computed and sent when, under a plan, on a cluster that was measured."""
