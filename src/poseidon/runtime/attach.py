@@ -9,16 +9,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypedDict
 
 import torch
 from torch import nn
 
+from poseidon.cluster.rates import Rates
 from poseidon.comm.all_reduce import VOTE_AFTER, BucketExchange
 from poseidon.comm.capture import Removable
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import TAGS_PER_EXCHANGE, BoundLayer, CommScheme, Exchange, StepState, Transfer
 from poseidon.errors import CommError, InfeasibleError
-from poseidon.plan import Plan
+from poseidon.plan import Plan, PredictedStep
 from poseidon.profile.structure import owned_parameters
 from poseidon.runtime.comm_thread import CommThread
 from poseidon.runtime.hooks import PassHooks
@@ -33,6 +35,18 @@ from poseidon.runtime.replicas import (
 from poseidon.timeline import Activity, Timeline
 
 log = logging.getLogger(__name__)
+
+
+class Event(TypedDict):
+    """Something that was decided or noticed on the way."""
+
+    kind: str
+    """`measured`, `adopted`, `kept`, `dropped`, `expected`, `departed` or `given`."""
+    exchange: int
+    """How many exchanges lay behind."""
+    seconds: float
+    """Since the model was put under its first plan."""
+    text: str
 
 
 class Run:
@@ -55,6 +69,13 @@ class Run:
         """False while schemes are still being tried out; steps taken meanwhile are as exact as any."""
         self.on_exchanged: Callable[[], None] = lambda: None
         """Called at the end of each synchronized backward pass, gradients final; may call `adopt`."""
+        self.on_detach: Callable[[], None] = lambda: None
+        """Called on all ranks together before everything is undone."""
+        self.rates: Rates | None = None
+        """What links and computing were last measured to be; None where nobody has measured."""
+        self.events: list[Event] = []
+        """What was decided or noticed when, oldest first; the same on every rank."""
+        self._started = time.monotonic()
         self._state = StepState()
         self._state.on_work = lambda activity, name, start, end: self.recorder.add(activity, name, start, end)
         self._threads = CommThread(group) if group.world_size > 1 else None
@@ -123,8 +144,21 @@ class Run:
         """How many times gradients were exchanged."""
         return self._state.index
 
+    @property
+    def prediction(self) -> PredictedStep | None:
+        """What the planner expects of a step under the present plan; None where it was not asked."""
+        return self.plan.predicted
+
+    def note(self, kind: str, text: str, *, loud: bool = False) -> None:
+        """Keeps what was decided or noticed among the events, on every rank; rank 0 says it."""
+        seconds = time.monotonic() - self._started
+        self.events.append(Event(kind=kind, exchange=self.num_exchanges, seconds=seconds, text=text))
+        if self.group.rank == 0:
+            log.log(logging.WARNING if loud else logging.INFO, "%s", text)
+
     def detach(self) -> None:
         """Undoes `attach`, on all ranks together: the model and the optimizer are as if they had never been touched."""
+        self.on_detach()
         self._hooks.remove()
         for handle in self._optimizer_handles:
             handle.remove()
