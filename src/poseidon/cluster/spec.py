@@ -10,18 +10,52 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from poseidon.artifact import Artifact, Value
+from poseidon.cluster.measurements import Interface, Measurements
 from poseidon.errors import ClusterError, ConfigError
-from poseidon.units import Bandwidth, FlopsPerSecond, Seconds, format_bandwidth, parse_bandwidth, parse_seconds
+from poseidon.units import Bandwidth, Bytes, FlopsPerSecond, Seconds, format_bandwidth, parse_bandwidth, parse_seconds
 
 _MOST_HOSTS = 250
 """As many as one emulated switch has addresses for."""
 
 
 class Device(Value):
-    """What computes on a host."""
+    """What each rank of a host computes on."""
 
     flops_per_s: FlopsPerSecond = Field(gt=0)
-    """FLOPs per second that one rank's device reaches on large matrix products."""
+    """FLOPs per second that one rank's device reaches on large matrix products while no other rank computes."""
+    name: str = ""
+    """The processor or the GPU."""
+    threads: int | None = Field(default=None, ge=1)
+    """With which a rank computes."""
+    memory_bandwidth: Bandwidth | None = None
+    """Bytes per second read and written when one rank copies large tensors while no other does."""
+    memory_num_bytes: Bytes | None = Field(default=None, gt=0)
+    """Bytes that one rank may use: its share of the host's memory, or the GPU's."""
+    flops_per_s_by_busy: dict[int, FlopsPerSecond] = Field(default_factory=dict)
+    """The same as `flops_per_s`, by how many ranks of the cluster compute at once: emulated hosts share cores."""
+    memory_bandwidth_by_busy: dict[int, Bandwidth] = Field(default_factory=dict)
+    """The same as `memory_bandwidth`, by how many ranks of the cluster copy at once."""
+
+    def flops_per_s_of(self, num_busy: int) -> float:
+        """FLOPs per second of a rank while so many ranks of the cluster compute."""
+        return _by_busy(self.flops_per_s, self.flops_per_s_by_busy, num_busy)
+
+    def memory_bandwidth_of(self, num_busy: int) -> float | None:
+        """Bytes per second that a rank copies while so many ranks of the cluster do; None where nobody said."""
+        if self.memory_bandwidth is None:
+            return None
+        return _by_busy(self.memory_bandwidth, self.memory_bandwidth_by_busy, num_busy)
+
+
+def _by_busy(alone: float, by_busy: dict[int, float], num_busy: int) -> float:
+    """Seconds per unit of work on a line between the counts that were measured; beyond the last as the last."""
+    known = {1: alone, **by_busy}
+    below = max(n for n in known if n <= num_busy)
+    above = min((n for n in known if n >= num_busy), default=below)
+    if above == below:
+        return known[below]
+    share = (num_busy - below) / (above - below)
+    return 1.0 / ((1 - share) / known[below] + share / known[above])
 
 
 class Link(Value):
@@ -61,6 +95,10 @@ class Host(Value):
     """Processes that train on it; they share its link."""
     device: Device | None = None
     """What each of its ranks computes on; None where nobody said."""
+    inner_bandwidth: Bandwidth | None = None
+    """Bytes per second that a rank sends to another of the same host; None where nobody said."""
+    interface: Interface | None = None
+    """Over which card it was probed."""
 
 
 class ClusterSpec(Artifact):
@@ -68,6 +106,8 @@ class ClusterSpec(Artifact):
 
     version: int = 1
     hosts: tuple[Host, ...] = Field(min_length=1, max_length=_MOST_HOSTS)
+    measured: Measurements | None = None
+    """What `poseidon probe` found between all ranks of these hosts; None where nobody probed."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
