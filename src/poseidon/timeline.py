@@ -68,6 +68,12 @@ class Step(Value):
         """Wall time of the step."""
         return self.end - self.start
 
+    def shifted(self, seconds: float) -> "Step":
+        """The same step on a clock that shows so many seconds more."""
+        moved = [i.model_copy(update={"start": i.start + seconds, "end": i.end + seconds}) for i in self.intervals]
+        update = {"start": self.start + seconds, "end": self.end + seconds, "intervals": tuple(moved)}
+        return self.model_copy(update=update)
+
     def seconds_in(self, *activities: Activity) -> float:
         """Sum over the intervals of these activities."""
         return sum(interval.seconds for interval in self.intervals if interval.activity in activities)

@@ -28,9 +28,11 @@ from poseidon.cli.virtual import VirtualOption, as_virtual
 from poseidon.comm.group import Group
 from poseidon.report.summary import Summary, draw, summarize
 from poseidon.runtime.attach import Run
+from poseidon.runtime.baseline import Baseline, measure_baseline
+from poseidon.runtime.clocks import Clocks, measure_offsets
 from poseidon.runtime.ledger import Watcher
 from poseidon.runtime.run_folder import RunFolder, check_unused
-from poseidon.runtime.surroundings import Surroundings, device_of_rank, survey
+from poseidon.runtime.surroundings import Surroundings, counted, device_of_rank, survey
 from poseidon.runtime.trainer import Outcome, Schedule
 from poseidon.runtime.trainer import train as train_task
 from poseidon.tasks import Task, load_task
@@ -56,6 +58,13 @@ def train(
     out: Annotated[Path | None, typer.Option(help="A new folder for model, plan, steps and timeline.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard too.")] = False,
     virtual: VirtualOption = None,
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline/--no-baseline",
+            help="With --out, first measure for some seconds what rank 0 trains alone, as the measure of efficiency.",
+        ),
+    ] = True,
     check_replicas: Annotated[
         bool, typer.Option("--check-replicas", help="Prove after each epoch that all ranks hold the same parameters.")
     ] = False,
@@ -90,14 +99,32 @@ def train(
     )
     chosen = as_virtual(chosen, virtual, schedule.batch_size)
     options = {"task": task, "plan": plan, "virtual": virtual, **schedule.model_dump(), "link": describe_links(spec)}
+    options["link_bytes_per_s"] = None if spec is None else min(host.link.up for host in spec.hosts)
     with joined() as group:
-        work(chosen, schedule, options, group, out=out, tensorboard=tensorboard)
+        work(chosen, schedule, options, group, out=out, tensorboard=tensorboard, baseline=baseline)
 
 
 def work(
-    task: Task, schedule: Schedule, options: dict[str, Any], group: Group, *, out: Path | None, tensorboard: bool
+    task: Task,
+    schedule: Schedule,
+    options: dict[str, Any],
+    group: Group,
+    *,
+    out: Path | None,
+    tensorboard: bool = False,
+    baseline: bool = True,
 ) -> None:
-    """What every rank does."""
+    """What every rank does.
+
+    Args:
+        task: What is trained.
+        schedule: How long.
+        options: As they were given; they are written down.
+        group: All ranks.
+        out: A new folder for what the run leaves behind.
+        tensorboard: Whether events go there too.
+        baseline: Whether one rank alone is measured first, where there are several and there is a folder to keep it in.
+    """
     console = Console(highlight=False)
     device = device_of_rank()
     surroundings = survey(group, device, options["link"])
@@ -105,6 +132,9 @@ def work(
         folder = None if out is None else stack.enter_context(RunFolder(out, group))
         if group.rank == 0:
             console.print(f"{task.name}: {task.note}\n{surroundings.sentence()}", soft_wrap=True)
+        alone = None
+        if baseline and folder is not None and group.world_size > 1:
+            alone = _measure_alone(task, schedule, device, group, surroundings, console)
         torch.manual_seed(schedule.seed)
         model = task.make_model().to(device)
         optimizer = task.make_optimizer(model.parameters())
@@ -118,18 +148,33 @@ def work(
             "note": task.note,
             "options": options,
             "surroundings": surroundings.model_dump(),
+            "baseline": alone and alone.model_dump(),
         }
         if folder is not None and group.rank == 0:
             folder.write_facts(facts)
         watcher = _watcher(task, console, folder, group, stack, tensorboard=tensorboard)
+        clocks_at_start = measure_offsets(group)
         outcome = train_task(task, run, schedule, watcher)
-        summary = summarize(gather_timelines(run))
+        clocks = Clocks(start=clocks_at_start, end=measure_offsets(group))
+        summary = summarize(clocks.align_all(gather_timelines(run)))
+        exchanges = run.layers_by_exchange
         run.detach()
         if folder is not None:
-            _finish(folder, run, facts, outcome, summary)
+            _finish(folder, run, {**facts, "exchanges": exchanges}, clocks, outcome, summary)
         if group.rank == 0:
             _report(console, task, run, outcome, summary, surroundings, folder)
         group.barrier()
+
+
+def _measure_alone(
+    task: Task, schedule: Schedule, device: torch.device, group: Group, surroundings: Surroundings, console: Console
+) -> Baseline:
+    note = f"rank 0 alone on {surroundings.device} with {counted(surroundings.threads, 'thread')}"
+    alone = measure_baseline(task, schedule, device, group, note=note)
+    if group.rank == 0:
+        steps = counted(alone.num_steps, "step")
+        console.print(f"one rank alone: {alone.samples_per_s:,.0f} samples/s over {steps}", soft_wrap=True)
+    return alone
 
 
 def _watcher(
@@ -155,8 +200,10 @@ def gather_timelines(run: Run) -> list[Timeline]:
     return [Timeline(steps=tuple(map(Step.model_validate_json, text.splitlines()))) for text in texts]
 
 
-def _finish(folder: RunFolder, run: Run, facts: dict[str, Any], outcome: Outcome, summary: Summary) -> None:
-    elsewhere = folder.merge_timelines()
+def _finish(
+    folder: RunFolder, run: Run, facts: dict[str, Any], clocks: Clocks, outcome: Outcome, summary: Summary
+) -> None:
+    elsewhere = folder.merge_timelines(clocks)
     if run.group.rank != 0:
         return
     if elsewhere:
@@ -164,7 +211,14 @@ def _finish(folder: RunFolder, run: Run, facts: dict[str, Any], outcome: Outcome
         logging.getLogger(__name__).warning("the timelines of ranks %s are in %s on their hosts", ranks, folder.path)
     folder.write_model(run.model, run.plan)
     result = {**outcome.model_dump(), "samples_per_s": outcome.samples_per_s, "summary": summary.model_dump()}
-    folder.write_facts({**facts, "plan": run.plan.summary(), "result": result})
+    found = {
+        "clocks": clocks.model_dump(),
+        "rates": run.rates and run.rates.model_dump(mode="json"),
+        "events": run.events,
+        "plan": run.plan.summary(),
+        "result": result,
+    }
+    folder.write_facts({**facts, **found})
 
 
 def _report(
@@ -178,12 +232,10 @@ def _report(
 ) -> None:
     scores = ", ".join(f"{name} {value:.4f}" for name, value in outcome.scores.items())
     console.print()
-    console.print(f"{scores}; {outcome.samples_per_s:,.0f} samples/s over {_ranks(run.group)}", soft_wrap=True)
+    console.print(
+        f"{scores}; {outcome.samples_per_s:,.0f} samples/s over {counted(run.group.world_size, 'rank')}", soft_wrap=True
+    )
     console.print(draw(summary, num_hosts=surroundings.hosts))
     console.print(f"plan: {run.plan.summary()}", soft_wrap=True)
     if folder is not None:
         console.print(f"written to {folder.path}", soft_wrap=True)
-
-
-def _ranks(group: Group) -> str:
-    return "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"

@@ -145,6 +145,11 @@ class Run:
         return self._state.index
 
     @property
+    def layers_by_exchange(self) -> dict[str, tuple[str, ...]]:
+        """Which layers each exchange of the present plan carries, by the name that its transfers begin with."""
+        return {exchange.name: exchange.layers for exchange in self._exchanges}
+
+    @property
     def prediction(self) -> PredictedStep | None:
         """What the planner expects of a step under the present plan; None where it was not asked."""
         return self.plan.predicted

@@ -107,7 +107,8 @@ class Ledger:
             "seconds": self._step_seconds,
             "interval": self._next_interval(),
         }
-        texts = self._run.group.all_gather_text(json.dumps(mine), "combining losses")
+        with self._run.recorder.standing_still("losses"):
+            texts = self._run.group.all_gather_text(json.dumps(mine), "combining losses")
         everyone = [json.loads(text) for text in texts]
         loss_sums = [sum(parts) for parts in zip(*(one["loss_sums"] for one in everyone), strict=True)]
         seconds = [max(parts) for parts in zip(*(one["seconds"] for one in everyone), strict=True)]

@@ -6,7 +6,8 @@ wall time, the loader and the optimizer included.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from poseidon.comm.scheme import Transfer
 from poseidon.timeline import Activity, Interval, Step, Timeline
@@ -23,7 +24,7 @@ class Recorder:
         self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
         self._intervals: list[Interval] = []
         self._open: dict[Activity, float] = {}
-        self._start = time.time()
+        self._start = self._last_end = time.time()
         self.on_step: list[Callable[[Step], None]] = []
         """Called with each finished step, on the training thread."""
 
@@ -35,13 +36,28 @@ class Recorder:
         """The activity ends; without a beginning nothing is noted."""
         start = self._open.pop(activity, None)
         if start is not None:
-            self.add(activity, "", start, time.time())
+            self._last_end = time.time()
+            self.add(activity, "", start, self._last_end)
+
+    def add_since_last(self, activity: Activity, name: str) -> None:
+        """Notes what has passed since the last activity that was ended."""
+        start, self._last_end = self._last_end, time.time()
+        self.add(activity, name, start, self._last_end)
 
     def add(self, activity: str, name: str, start: float, end: float, num_bytes: int = 0) -> None:
         """Notes an interval."""
         self._intervals.append(
             Interval(activity=Activity(activity), name=name, start=start, end=end, num_bytes=num_bytes)
         )
+
+    @contextmanager
+    def standing_still(self, name: str) -> Iterator[None]:
+        """Notes that the training thread does nothing but take part in a transfer, from when on it is ready for it."""
+        start = time.time()
+        yield
+        end = time.time()
+        self.add(Activity.TRANSFER, name, start, end)
+        self.add(Activity.EXPOSED, name, start, end)
 
     def add_transfers(self, transfers: Iterable[Transfer]) -> None:
         """Notes transfers that have ended."""
@@ -68,7 +84,7 @@ class Recorder:
     def restart(self) -> None:
         """What passed since the last step belongs to no step: an evaluation, or measuring the links."""
         self._intervals = []
-        self._start = time.time()
+        self._start = self._last_end = time.time()
 
     @property
     def timeline(self) -> Timeline:

@@ -2,9 +2,9 @@
 
 | file | what |
 | --- | --- |
-| `run.json` | options, surroundings, the plan in words and the result |
+| `run.json` | options, surroundings, baseline, clocks, rates, events, the plan in words and the result |
 | `steps.jsonl` | one line per step: epoch, global loss, seconds, samples per second |
-| `timeline.jsonl` | what each rank did when; `timeline.rank3.jsonl` until the end of the run |
+| `timeline.jsonl` | what each rank did when, on rank 0's clock; until the end `timeline.rank3.jsonl`, each on its own |
 | `plan.json` | the plan at the end, to be given to `--plan` |
 | `model.safetensors` | the trained model |
 | `tensorboard/` | the same figures for TensorBoard, where they were asked for |
@@ -24,6 +24,7 @@ from poseidon.artifact import write_whole
 from poseidon.comm.group import Group
 from poseidon.errors import ConfigError
 from poseidon.plan import Plan
+from poseidon.runtime.clocks import Clocks
 from poseidon.runtime.ledger import StepResult
 from poseidon.timeline import Step, to_line
 
@@ -78,8 +79,11 @@ class RunFolder:
         save_model(model, str(self.path / "model.safetensors"))
         plan.save(self.path / "plan.json")
 
-    def merge_timelines(self) -> list[int]:
+    def merge_timelines(self, clocks: Clocks) -> list[int]:
         """On all ranks together at the end: rank 0 makes one timeline of all that it finds in its folder.
+
+        Args:
+            clocks: All times become times of rank 0's clock.
 
         Returns:
             On rank 0, ranks whose part is not here but in the folder of the same name on their own host.
@@ -92,7 +96,7 @@ class RunFolder:
         found = {rank: part for rank, part in parts.items() if part.exists()}
         with ExitStack() as stack, (self.path / "timeline.jsonl").open("x", encoding="utf-8") as merged:
             files = [stack.enter_context(part.open(encoding="utf-8")) for part in found.values()]
-            keyed = [_keyed(rank, file) for rank, file in zip(found, files, strict=True)]
+            keyed = [_keyed(rank, file, clocks) for rank, file in zip(found, files, strict=True)]
             merged.writelines(line for _, line in heapq.merge(*keyed))
         for part in found.values():
             part.unlink()
@@ -107,9 +111,10 @@ class RunFolder:
         self._open.close()
 
 
-def _keyed(rank: int, lines: Iterator[str]) -> Iterator[tuple[tuple[int, int], str]]:
+def _keyed(rank: int, lines: Iterator[str], clocks: Clocks) -> Iterator[tuple[tuple[int, int], str]]:
     for line in lines:
-        yield (json.loads(line)["index"], rank), line
+        key = (json.loads(line)["index"], rank)
+        yield key, to_line(clocks.align(Step.model_validate_json(line))) if clocks.differ(rank) else line
 
 
 def _part(path: Path, rank: int) -> Path:

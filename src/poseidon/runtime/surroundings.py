@@ -4,14 +4,17 @@ import json
 import os
 import platform
 import socket
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 
 from poseidon.artifact import Value
 from poseidon.comm.group import Group
 
+_HOSTS_FILE = Path("/etc/hosts")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -42,8 +45,8 @@ class Surroundings(Value):
 
     def sentence(self) -> str:
         """Hosts, cores and link, as in `4 hosts on 2 cores, 1Gbit/s, shaped`."""
-        ranks = "" if self.world_size == self.hosts else f"{_count(self.world_size, 'rank')} on "
-        where = f"{ranks}{_count(self.hosts, 'host')} on {_count(self.cores, 'core')}"
+        ranks = "" if self.world_size == self.hosts else f"{counted(self.world_size, 'rank')} on "
+        where = f"{ranks}{counted(self.hosts, 'host')} on {counted(self.cores, 'core')}"
         if self.world_size == 1:
             return where
         if self.shaped:
@@ -86,6 +89,48 @@ def device_of_rank() -> torch.device:
     return device
 
 
+def find_hosts(group: Group) -> dict[str, list[int]]:
+    """The ranks of each host, by a name that tells it from the others; all ranks call this together.
+
+    Emulated hosts share their machine's name: they are called as the hosts file calls their address, or by their
+    number where it does not.
+    """
+    mine = {"node": _host(), "name": socket.gethostname(), "listed": _listed_name()}
+    everyone = [json.loads(text) for text in group.all_gather_text(json.dumps(mine), "asking for the hosts' names")]
+    return name_hosts(everyone)
+
+
+def name_hosts(everyone: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """The ranks by host, from what each rank says.
+
+    Args:
+        everyone: By rank: `node`, the same on all ranks of a host and no other; `name`, what the host calls itself;
+            `listed`, what the hosts file calls its address, if it does.
+    """
+    nodes = {one["node"]: one for one in everyone}
+    names = {node: f"host{node}" for node in nodes}
+    for key in ("name", "listed"):
+        if len({one[key] for one in nodes.values()} - {""}) == len(nodes):
+            names = {node: one[key] for node, one in nodes.items()}
+            break
+    hosts: dict[str, list[int]] = {name: [] for name in names.values()}
+    for rank, one in enumerate(everyone):
+        hosts[names[one["node"]]].append(rank)
+    return hosts
+
+
+def _listed_name() -> str:
+    """What the hosts file calls the address on which this rank talks to the others; empty where it calls it nothing."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    addresses = {entry.address for entry in psutil.net_if_addrs().get(interface, ())}
+    with suppress(OSError):
+        for line in _HOSTS_FILE.read_text(encoding="utf-8", errors="replace").splitlines():
+            address, *names = line.partition("#")[0].split() or [""]
+            if names and address in addresses:
+                return names[0]
+    return ""
+
+
 def _host() -> str:
     for name in ("GROUP_RANK", "NODE_RANK"):
         if name in os.environ:
@@ -104,5 +149,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """As in `1 rank` and `2 ranks`."""
     return f"{number} {what}{'' if number == 1 else 's'}"

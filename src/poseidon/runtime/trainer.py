@@ -78,7 +78,7 @@ def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome
         run.model.train()
         run.recorder.restart()
         loaded = batches(data, shares.epoch(epoch), collate=task.collate)
-        for share, batch in islice(_timed(run, loaded), num_steps - ledger.num_steps):
+        for share, batch in islice(timed(run, loaded), num_steps - ledger.num_steps):
             ledger.note(epoch, share, take_step(task, run, share, batch))
             watcher.on_step(ledger.num_steps)
         ledger.combine()
@@ -98,12 +98,15 @@ def take_step(task: Task, run: Run, share: Share, batch: Batch | None) -> torch.
         This rank's mean loss, a scalar; None if it had no samples.
     """
     assert run.optimizer is not None
+    run.recorder.begin(Activity.OPTIMIZER)
     run.optimizer.zero_grad()
+    run.recorder.end(Activity.OPTIMIZER)
     loss = None
     if batch is None:
         run.empty_step()
     else:
         loss = task.loss(run.model, to_device(batch, device_of(run.model)))
+        run.recorder.add_since_last(Activity.FORWARD, "loss")
         (loss * share.weight).backward()
     run.optimizer.step()
     return loss
@@ -135,8 +138,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return tuple(tensor.to(device, non_blocking=True) for tensor in batch)
 
 
-def _timed(run: Run, source: Iterator[T]) -> Iterator[T]:
-    """Stamps how long the training thread waits for its samples."""
+def timed(run: Run, source: Iterator[T]) -> Iterator[T]:
+    """The same items; stamps how long the training thread waits for its samples."""
     while True:
         run.recorder.begin(Activity.LOADER)
         item = next(source, None)
