@@ -1,1 +1,5 @@
 """Predicts steps: what is computed and sent when, under a plan, on a cluster that was measured."""
+
+from poseidon.simulator.simulate import Simulation, simulate
+
+__all__ = ["Simulation", "simulate"]
