@@ -14,6 +14,8 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from poseidon.errors import CommError
+from poseidon.profile.hook import ModuleHook as ModuleHook
+from poseidon.profile.hook import inside_backward as inside_backward
 
 
 class Removable(Protocol):
@@ -87,29 +89,6 @@ class ReplacedForward:
             self._module.__dict__.pop("forward", None)
         else:
             self._module.__dict__["forward"] = self._had
-
-
-class ModuleHook:
-    """A hook of a module that a copy of the module does not have."""
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any) -> None:
-        """What the module calls."""
-        self._hook(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleHook, (_do_nothing,)
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
-
-
-def inside_backward() -> bool:
-    """Whether autograd is running on this thread: a forward in here is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def accumulates(node: Node) -> bool:
