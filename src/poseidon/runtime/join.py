@@ -9,7 +9,6 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -20,7 +19,18 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from poseidon.comm.group import Group
 from poseidon.comm.liveness import Liveness
+from poseidon.comm.reach import (
+    check_pairs,
+    default_interface,
+    interface_in_use,
+    interface_to,
+    is_address,
+    is_loopback,
+    loopback_entry,
+    route_to,
+)
 from poseidon.errors import CommError, ConfigError, PoseidonError
+from poseidon.runtime.surroundings import listed_name
 from poseidon.units import GIB, MIB
 
 log = logging.getLogger(__name__)
@@ -200,13 +210,14 @@ def _join() -> None:
     timeout = timedelta(seconds=EXCHANGE_SECONDS)
     try:
         store = _store(rank, world_size)
+        _check_pairs(store, rank, world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, OSError) as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise CommError(
             f"rank {rank} could not join the other {world_size - 1} through "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {first_line}; "
-            "is rank 0 running, and is the port open?"
+            f"is rank 0 running, and is the port open?{_hint()}"
         ) from error
     _joined["made_group"] = True
     _joined["store"] = store
@@ -214,7 +225,7 @@ def _join() -> None:
 
 def _store(rank: int, world_size: int) -> Store:
     """The rendezvous store; rank 0 hosts it on the chosen interface only, unless the launcher hosts one."""
-    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    address, port = _coordinator()
     timeout = timedelta(seconds=JOIN_SECONDS)
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -248,26 +259,74 @@ def _watch() -> Liveness | None:
     """Watches over the ranks through a store connection of its own; None where the group came without a TCP store."""
     if "store" not in _joined:
         return None
-    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    address, port = _coordinator()
     return Liveness(lambda: _client(address, port, dist.get_world_size()), dist.get_rank(), dist.get_world_size())
 
 
 def choose_interface(address: str, port: int) -> None:
-    """Names the interface that leads to the rendezvous to gloo and NCCL, unless the user has named one."""
+    """Names the interface that leads to the rendezvous to gloo and NCCL, unless the user has named one.
+
+    A hosts file may map a host's own name to loopback, where nobody else reaches it. Such an entry is named and not
+    followed.
+    """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
+    chosen = interface_to(address, port)
+    entry = loopback_entry(socket.gethostname()) if spans_hosts() else None
+    if is_loopback(chosen.address) and _is_misled(address):
+        entry = loopback_entry(address) or entry
+        chosen = default_interface() or chosen
+    os.environ["GLOO_SOCKET_IFNAME"] = chosen.name
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", chosen.name)
+    log.info("using interface %s (%s): %s", chosen.name, chosen.address, chosen.reason)
+    if entry is not None and not is_loopback(chosen.address) and _number("LOCAL_RANK", 0) == 0:
+        log.warning(
+            "%s leads the name of this host to loopback, where no other host reaches it; the others are told %s",
+            entry,
+            chosen.address,
+        )
+
+
+def spans_hosts() -> bool:
+    """Whether the launcher has put ranks on other hosts too, as far as it says."""
+    return "LOCAL_WORLD_SIZE" in os.environ and _number("LOCAL_WORLD_SIZE", 1) < _number("WORLD_SIZE", 1)
+
+
+def _coordinator() -> tuple[str, int]:
+    """Address and port of the rendezvous store, seen from this host."""
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    if _is_misled(address) and (chosen := interface_in_use()) is not None:
+        return chosen.address, port
+    return address, port
+
+
+def _is_misled(name: str) -> bool:
+    """Whether this host takes the name of the rendezvous for its own loopback although ranks are on other hosts."""
+    if not spans_hosts() or name == "localhost" or is_address(name):
+        return False
     try:
-        info = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(info[4])
-            local = probe.getsockname()[0]
-    except OSError as error:
-        raise CommError(
-            f"cannot find a route to MASTER_ADDR={address}: {error.strerror or error}; check the name and the network"
-        ) from error
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == local for entry in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-            log.info("using interface %s (%s), which leads to %s", name, local, address)
-            return
+        return is_loopback(route_to(name))
+    except OSError:
+        return False
+
+
+def _hint() -> str:
+    name = os.environ["MASTER_ADDR"]
+    if not _is_misled(name):
+        return ""
+    return f" {loopback_entry(name) or 'The name service'} leads {name} to this host's own loopback"
+
+
+def _check_pairs(store: Store, rank: int, world_size: int) -> None:
+    chosen = interface_in_use()
+    if chosen is None or world_size == 1:
+        return
+    check_pairs(
+        store,
+        rank,
+        world_size,
+        address=chosen.address,
+        host=listed_name() or socket.gethostname(),
+        patience=JOIN_SECONDS,
+        coordinator=":".join(map(str, _coordinator())),
+    )

@@ -95,7 +95,7 @@ def find_hosts(group: Group) -> dict[str, list[int]]:
     Emulated hosts share their machine's name: they are called as the hosts file calls their address, or by their
     number where it does not.
     """
-    mine = {"node": _host(), "name": socket.gethostname(), "listed": _listed_name()}
+    mine = {"node": _host(), "name": socket.gethostname(), "listed": listed_name()}
     everyone = [json.loads(text) for text in group.all_gather_text(json.dumps(mine), "asking for the hosts' names")]
     return name_hosts(everyone)
 
@@ -119,7 +119,7 @@ def name_hosts(everyone: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
     return hosts
 
 
-def _listed_name() -> str:
+def listed_name() -> str:
     """What the hosts file calls the address on which this rank talks to the others; empty where it calls it nothing."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     addresses = {entry.address for entry in psutil.net_if_addrs().get(interface, ())}
