@@ -186,6 +186,9 @@ class _Builder:
         self._program = program
         self._kinds = program.kinds
         self._slowest = max(host.compute_scale for host in rates.hosts)
+        curves = (*rates.all_reduce.values(), *rates.exchange.values())
+        self._ceiling = max(curve.bandwidth for curve in curves)
+        """Of a link whose own rate nobody knows: the best that any transfer reaches."""
         self._exchanges = planned_exchanges(profile, plan, rates)
         self._of_layer = {layer.name: e for e in self._exchanges for layer in e.layers}
         forward_place = {layer.name: index for index, layer in enumerate(profile.layers)}
@@ -279,6 +282,8 @@ class _Builder:
 
     def _finish_deferred(self, layer: str) -> None:
         due = [(e, done) for e, done in self._deferred if any(one.name == layer for one in e.layers)]
+        if not due:
+            return
         total = sum(one.num_bytes for one in self._profile.trainable)
         for exchange, done in due:
             self._finish(exchange, done)
@@ -380,7 +385,7 @@ class _Builder:
             for side, bandwidth in zip(
                 kind.links, (kind.host.send_bandwidth, kind.host.receive_bandwidth), strict=True
             ):
-                capacity = bandwidth if bandwidth < UNLIMITED else self._ceiling()
+                capacity = bandwidth if bandwidth < UNLIMITED else self._ceiling
                 shares.append((side, min(1.0, crossing / seconds / capacity)))
         return tuple(shares)
 
@@ -390,11 +395,6 @@ class _Builder:
             return message.num_bytes
         away = self._rates.world_size - host.num_ranks
         return message.num_bytes * host.num_ranks * away / max(1, self._rates.world_size - 1)
-
-    def _ceiling(self) -> float:
-        """Where nobody knows the link's own rate: the best that any transfer reaches."""
-        curves = (*self._rates.all_reduce.values(), *self._rates.exchange.values())
-        return max(curve.bandwidth for curve in curves)
 
     # Chains
 
