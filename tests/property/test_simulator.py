@@ -105,7 +105,7 @@ def test_no_processor_does_two_things_at_once_and_nothing_starts_too_early(case)
 def test_the_same_input_gives_the_same_timeline_and_its_parts_add_up(case):
     profile, plan, cluster = case
     first, second = simulate(profile, plan, cluster), simulate(profile, plan, cluster)
-    assert first == second
+    assert first.timelines == second.timelines
     step = first.step
     parts = split_step(step, {})
     assert abs(parts.total - step.seconds) <= 1e-6 + 1e-6 * step.seconds

@@ -4,7 +4,7 @@ Steps are counted as the runtime counts them: a step lasts from the end of one e
 next, so that the optimizer and the loader stand at its beginning.
 """
 
-from dataclasses import dataclass
+from functools import cached_property
 
 from poseidon.breakdown import StepParts, find_last_starts, split_step
 from poseidon.cluster.rates import Rates
@@ -20,14 +20,26 @@ NUM_STEPS = 3
 """The first has nothing before it; the last one counts."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What is predicted."""
+    """What is predicted.
 
-    timelines: tuple[Timeline, ...]
-    """One for each kind of rank, of the first rank of the kind; ranks of a kind do the same."""
-    step_seconds: float
-    """Of the last step, on the rank on which it is longest."""
+    Args:
+        program: Operations that have been run.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the last step, on the rank on which it is longest."""
+        ends = [[0.0, *(step.last[k].end for step in self._program.steps)] for k in range(len(self._program.kinds))]
+        return max(times[-1] - times[-2] for times in ends)
+
+    @cached_property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """One for each kind of rank, of the first rank of the kind; ranks of a kind do the same."""
+        return tuple(_timeline(self._program, k) for k in range(len(self._program.kinds)))
 
     @property
     def step(self) -> Step:
@@ -71,8 +83,7 @@ def simulate(profile: ModelProfile, plan: Plan, rates: Rates, *, num_steps: int 
         raise InfeasibleError(f"cannot simulate: the plan and the profile differ at layer {odd[0]!r}")
     program = build(profile, plan, rates, max(1, num_steps))
     run(program.ops, program.machine)
-    timelines = tuple(_timeline(program, k) for k in range(len(program.kinds)))
-    return Simulation(timelines=timelines, step_seconds=max(timeline.steps[-1].seconds for timeline in timelines))
+    return Simulation(program)
 
 
 def _timeline(program: Program, k: int) -> Timeline:
