@@ -166,7 +166,6 @@ def build(profile: ModelProfile, plan: Plan, rates: Rates, num_steps: int) -> Pr
         num_processors=2 * len(kinds),
         num_links=2 * len(kinds),
         num_channels=1,
-        slots=2 * plan.connections,
         compute_slowdown=(1.0 if virtual else rates.compute_slowdown,) * (2 * len(kinds)),
         transfer_slowdown=1.0 if virtual else rates.transfer_slowdown,
     )
