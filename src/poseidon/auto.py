@@ -13,6 +13,7 @@ from poseidon.profile.structure import StepWatch, profile_structure
 from poseidon.runtime.adoption import Adoption, observation_schemes
 from poseidon.runtime.attach import Run, attach
 from poseidon.runtime.join import group_of_process
+from poseidon.runtime.monitor import Monitor
 
 __all__ = ["distribute"]
 
@@ -48,19 +49,25 @@ def distribute(
     """
     group = group or group_of_process()
     if isinstance(plan, Plan):
-        return attach(model, optimizer, plan, group)
+        return _monitored(attach(model, optimizer, plan, group))
     profile = profile_structure(model)
     sparse = [layer.name for layer in profile.trainable if getattr(model.get_submodule(layer.name), "sparse", False)]
     plain = uniform_plan(profile, group.world_size, observation_schemes(profile, sparse))
     if plan == "all_reduce":
-        return attach(model, optimizer, plain, group)
+        return _monitored(attach(model, optimizer, plain, group))
     if plan != "auto":
-        return attach(model, optimizer, _load(plan), group)
+        return _monitored(attach(model, optimizer, _load(plan), group))
     if group.world_size == 1:
         return attach(model, optimizer, plain, group)
     watch = StepWatch(model)
     run = attach(model, optimizer, plain, group)
     Adoption(run, watch, lambda profile, rates, arrival, sparse: choose_plan(profile, rates, arrival, sparse=sparse))
+    return run
+
+
+def _monitored(run: Run) -> Run:
+    if run.group.world_size > 1:
+        Monitor(run)
     return run
 
 

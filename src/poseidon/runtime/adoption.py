@@ -21,6 +21,7 @@ from poseidon.plan import Plan
 from poseidon.profile.graph import GradientStructure, ModelProfile
 from poseidon.profile.structure import StepWatch, merge
 from poseidon.runtime.attach import Run
+from poseidon.runtime.monitor import Monitor
 from poseidon.units import format_bandwidth, format_flops_per_s, format_seconds
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class Adoption:
         self._run.adopt(self._plans[turn], "plan")
         self._run.recorder.restart()
         self._run.settled = True
-        self._run.on_exchanged = lambda: None
+        Monitor(self._run)
 
     def _say(self, text: str, *, loud: bool = False) -> None:
         if self._run.group.rank == 0:
