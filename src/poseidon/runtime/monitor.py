@@ -25,7 +25,7 @@ CHECK_EVERY = 5
 """Later so many steps make one reading."""
 WARM_UP_STEPS = 2
 """After a plan was adopted these do not count."""
-READING_TAG = 4
+READING_TAG = 5
 
 
 class Monitor:
