@@ -41,7 +41,7 @@ class Event(TypedDict):
     """Something that was decided or noticed on the way."""
 
     kind: str
-    """`measured`, `adopted`, `kept`, `dropped`, `expected`, `departed` or `given`."""
+    """`measured`, `planned`, `kept`, `dropped`, `expected` or `departed`."""
     exchange: int
     """How many exchanges lay behind."""
     seconds: float
@@ -67,6 +67,8 @@ class Run:
         self.recorder = Recorder(group.rank)
         self.settled = True
         """False while schemes are still being tried out; steps taken meanwhile are as exact as any."""
+        self.on_computed: Callable[[], None] = lambda: None
+        """Called at the end of each synchronized backward pass, before anything is waited for."""
         self.on_exchanged: Callable[[], None] = lambda: None
         """Called at the end of each synchronized backward pass, gradients final; may call `adopt`."""
         self.on_detach: Callable[[], None] = lambda: None
@@ -237,6 +239,7 @@ class Run:
     def _on_backward_end(self) -> None:
         self.recorder.end(Activity.BACKWARD)
         if self._state.syncing:
+            self.on_computed()
             self._exchange()
         else:
             for exchange in self._exchanges:
