@@ -200,8 +200,9 @@ class _Builder:
         self._copied: list[Op | None] = [None for _ in self._kinds]
         self._last_issue: list[Op | None] = [None for _ in self._kinds]
         self._last_done: Op | None = None
-        self._deferred: list[tuple[Planned, list[Op]]] = []
-        """Exchanges of the step before that may still be under way, with what says that their transfers have ended."""
+        self._num_bytes = profile.num_bytes
+        self._deferred: dict[str, tuple[Planned, list[Op]]] = {}
+        """By layer, its exchange of the step before that may still be under way, with what says that it has ended."""
 
     def build(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -222,7 +223,7 @@ class _Builder:
         waiting = [e for e in self._exchanges if not e.deferred]
         for exchange in waiting:
             self._finish(exchange, done[id(exchange)])
-        self._deferred = [(e, done[id(e)]) for e in self._exchanges if e.deferred]
+        self._deferred = {layer.name: (e, done[id(e)]) for e in self._exchanges if e.deferred for layer in e.layers}
         for k, tail in enumerate(self._tail):
             step.last.append(self._point(k) if tail is None else tail)
         self._optimizer()
@@ -273,22 +274,22 @@ class _Builder:
 
     def _deferred_share(self) -> float:
         """Of the optimizer's work, by the size of the parameters."""
-        total = sum(layer.num_bytes for layer in self._profile.trainable)
-        deferred = sum(layer.num_bytes for e in self._exchanges if e.deferred for layer in e.layers)
-        return deferred / total if total else 0.0
+        return self._share([layer for e in self._exchanges if e.deferred for layer in e.layers])
+
+    def _share(self, layers: Sequence[LayerSpec]) -> float:
+        return sum(layer.num_bytes for layer in layers) / self._num_bytes if self._num_bytes else 0.0
 
     # Parts of a step
 
     def _finish_deferred(self, layer: str) -> None:
-        due = [(e, done) for e, done in self._deferred if any(one.name == layer for one in e.layers)]
-        if not due:
+        if layer not in self._deferred:
             return
-        total = sum(one.num_bytes for one in self._profile.trainable)
-        for exchange, done in due:
-            self._finish(exchange, done)
-            share = sum(one.num_bytes for one in exchange.layers) / total if total else 0.0
-            self._train(Activity.OPTIMIZER, exchange.name, self._profile.optimizer_seconds * share)
-        self._deferred = [(e, done) for e, done in self._deferred if all(e is not other for other, _ in due)]
+        exchange, done = self._deferred[layer]
+        self._finish(exchange, done)
+        share = self._share(exchange.layers)
+        self._train(Activity.OPTIMIZER, exchange.name, self._profile.optimizer_seconds * share)
+        for one in exchange.layers:
+            del self._deferred[one.name]
 
     def _finish(self, exchange: Planned, done: Sequence[Op]) -> None:
         for op in done:
