@@ -74,7 +74,7 @@ def test_the_table(kind):
 
 
 def test_what_is_here_so_far_is_exact():
-    assert {scheme.exactness for scheme in SCHEMES.values()} == {"exact"}
+    assert {scheme().exactness for scheme in SCHEMES.values()} == {"exact"}
 
 
 def layer(structure):

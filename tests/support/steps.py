@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class Pair:
         loss: From model and batch to the loss.
         data: From rank and step to that rank's batch; None where it has none.
         make_optimizer: Plain SGD if left out.
+        tolerance: Of gradients and parameters, relative to their own length.
+        hosts: Which ranks are to share a host.
+        plan: Changes the plan before it is put to work.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class Pair:
         data: Callable[[int, int], Any],
         make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         tolerance: float = TOLERANCE,
+        hosts: Sequence[Sequence[int]] = (),
+        plan: Callable[[Plan], Plan] = lambda plan: plan,
     ) -> None:
         make_optimizer = make_optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         self.rank, self.world_size = rank, world_size
@@ -60,8 +65,8 @@ class Pair:
         self.model = model
         self.optimizer = make_optimizer(model.parameters())
         self.optimizer_alone = make_optimizer(self.alone.parameters())
-        plan = plan_for(model, world_size, schemes, lambda: loss(model, data(0, 0)))
-        self.run: Run = attach(model, self.optimizer, plan, Group.of_default())
+        made = plan(plan_for(model, world_size, schemes, lambda: loss(model, data(0, 0))))
+        self.run: Run = attach(model, self.optimizer, made, Group.of_default(hosts=hosts))
 
     def step(self, index: int) -> None:
         """One step of both, their gradients and then their parameters compared."""

@@ -1,5 +1,10 @@
-"""All-reduce: dense gradients, summed over the ranks in buckets."""
+"""All-reduce: dense gradients, summed over the ranks in buckets.
 
+In one level, over all ranks alike, or in two, the ranks of a host first. In the gradients' own format, or in a narrower
+one: then each rank's share of the mean is rounded before it leaves, and so is every sum on the way, P roundings in all.
+"""
+
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -14,15 +19,21 @@ from poseidon.comm.scheme import (
     BoundLayer,
     CommScheme,
     Cost,
+    Exactness,
     Exchange,
     Message,
     StepState,
     Transfer,
+    Wire,
     check_dense,
+    check_levels,
     local_gradient_seconds,
+    wire_dtype,
+    wire_num_bytes,
 )
+from poseidon.comm.two_level import TwoLevelSum, inner_num_bytes, outer_num_bytes
 from poseidon.errors import CommError
-from poseidon.profile.graph import LayerSpec
+from poseidon.profile.graph import LayerSpec, TensorSpec
 from poseidon.units import Bytes
 
 VOTE_AFTER = 3
@@ -41,6 +52,15 @@ class AllReduce(CommScheme):
     """Size at which the first bucket is closed: smaller lets the link start earlier, larger saves messages."""
     bucket_bytes: Bytes = BUCKET_BYTES
     """Size at which the other buckets are closed: smaller where little of the transfer is hidden."""
+    levels: Literal[1, 2] = 1
+    """2 sums over the ranks of each host first and then over the hosts."""
+    wire: Wire = ""
+    """The format in which gradients cross the network: `bfloat16` has the range of float32, `float16` more digits."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """Rounded if gradients are narrower on the wire."""
+        return "rounded" if self.wire else "exact"
 
     def refuse(self, layer: LayerSpec) -> str | None:
         """Every dense gradient can be all-reduced."""
@@ -48,77 +68,104 @@ class AllReduce(CommScheme):
         return None
 
     def bytes_sent(self, layer: LayerSpec, world_size: int) -> int:
-        """2(P-1)/P of the gradient: the floor of any all-reduce without help from the network."""
-        return 2 * layer.num_bytes * (world_size - 1) // world_size
+        """2(P-1)/P of the gradient: the floor without help from the network, and the same in two levels."""
+        return 2 * self._num_bytes(layer) * (world_size - 1) // world_size
+
+    def _num_bytes(self, layer: LayerSpec) -> int:
+        """Of the gradient as it crosses the network."""
+        return sum(math.prod(t.shape) * wire_num_bytes(self.wire, _itemsize(t)) for t in layer.parameters)
 
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
         """The measured curve without its latency, which is the bucket's, shared by many layers; a copy into the bucket.
 
-        The copy reads the gradient and reads and writes the bucket.
+        The copy reads the gradient and reads and writes the bucket; another format costs a copy before and one after.
         """
-        num_bytes = self.bytes_sent(layer, rates.world_size)
-        curve = rates.all_reduce[rates.connections]
+        messages, wire_seconds = self._messages(layer, rates)
+        casting = (layer.num_bytes + self._num_bytes(layer)) / rates.memory_bandwidth if self.wire else 0.0
         return Cost(
-            messages=(Message(when="backward", pattern="all_reduce", num_bytes=num_bytes),),
-            wire_seconds=num_bytes / curve.bandwidth if rates.world_size > 1 else 0.0,
+            messages=messages,
+            wire_seconds=wire_seconds if rates.world_size > 1 else 0.0,
             backward_seconds=local_gradient_seconds(layer, rates),
-            prepare_seconds=COPY_TRAFFIC * layer.num_bytes / rates.memory_bandwidth,
+            prepare_seconds=COPY_TRAFFIC * layer.num_bytes / rates.memory_bandwidth + casting,
+            finish_seconds=casting,
         )
 
-    def check(self, layers: Sequence[BoundLayer]) -> None:
-        """Gradients have to be dense."""
+    def _messages(self, layer: LayerSpec, rates: Rates) -> tuple[tuple[Message, ...], float]:
+        """What the layer sends, and the seconds that takes on an idle network; flat where only that was measured."""
+        if self.levels == 1 or rates.inner is None or rates.outer is None:
+            num_bytes = self.bytes_sent(layer, rates.world_size)
+            seconds = num_bytes / rates.all_reduce[rates.connections].bandwidth
+            return (Message(when="backward", pattern="all_reduce", num_bytes=num_bytes),), seconds
+        inside = inner_num_bytes(self._num_bytes(layer), rates.ranks_per_host)
+        across = outer_num_bytes(self._num_bytes(layer), rates.num_hosts)
+        messages = (
+            Message(when="backward", pattern="inner", num_bytes=inside),
+            Message(when="backward", pattern="outer", num_bytes=across),
+            Message(when="backward", pattern="inner", num_bytes=inside),
+        )
+        return messages, 2 * inside / rates.inner.bandwidth + across / rates.outer.bandwidth
+
+    def check(self, layers: Sequence[BoundLayer], group: Group) -> None:
+        """Gradients have to be dense; two levels need hosts with several ranks."""
+        check_levels(self.levels, self.kind, group)
         for layer in layers:
             check_dense(layer, self.kind)
 
     def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
-        """One exchange per bucket, the plan's or by size; dtypes and devices do not share a bucket."""
-        exchanges: list[Exchange] = []
-        for entries in _by_type(layers).values():
-            sizes = [p.numel() * p.element_size() for _, _, p in entries]
-            if layers[0].bucket is None:
-                members = split_into_buckets(sizes, first_bytes=self.first_bytes, bucket_bytes=self.bucket_bytes)
-            else:
-                members = [[i for i, e in enumerate(entries) if e[0].bucket == b] for b in _planned_buckets(entries)]
-            for indices in members:
-                chosen = [entries[index] for index in indices]
-                names = [(layer.name, name) for layer, name, _ in chosen]
-                exchanges.append(BucketExchange(names, [p for _, _, p in chosen], group, step))
-        return exchanges
+        """One exchange per bucket, the plan's or by size; dtypes and devices do not share one, nor what is deferred."""
+        buckets = [bucket for entries in _alike(layers) for bucket in self._split(entries)]
+        return [BucketExchange(bucket, group, step, levels=self.levels, wire=self.wire) for bucket in buckets]
+
+    def _split(self, entries: Sequence["_Entry"]) -> list[list["_Entry"]]:
+        if entries[0][0].bucket is not None:
+            planned = dict.fromkeys(layer.bucket for layer, _, _ in entries)
+            return [[entry for entry in entries if entry[0].bucket == bucket] for bucket in planned]
+        sizes = [p.numel() * p.element_size() for _, _, p in entries]
+        members = split_into_buckets(sizes, first_bytes=self.first_bytes, bucket_bytes=self.bucket_bytes)
+        return [[entries[index] for index in indices] for indices in members]
 
 
 _Entry = tuple[BoundLayer, str, nn.Parameter]
 """A parameter, its layer and its name there."""
 
 
-def _by_type(layers: Sequence[BoundLayer]) -> dict[tuple[torch.dtype, torch.device], list[_Entry]]:
-    by_type: dict[tuple[torch.dtype, torch.device], list[_Entry]] = {}
+def _alike(layers: Sequence[BoundLayer]) -> list[list[_Entry]]:
+    """The parameters that may share a bucket."""
+    alike: dict[tuple[torch.dtype, torch.device, bool], list[_Entry]] = {}
     for layer in layers:
         # Backward frees the last parameter of a module first or in no fixed order; they are close together anyway.
         for name, parameter in layer.parameters.items():
-            by_type.setdefault((parameter.dtype, parameter.device), []).append((layer, name, parameter))
-    return by_type
+            alike.setdefault((parameter.dtype, parameter.device, layer.deferred), []).append((layer, name, parameter))
+    return list(alike.values())
 
 
-def _planned_buckets(entries: Sequence[_Entry]) -> list[int | None]:
-    return list(dict.fromkeys(layer.bucket for layer, _, _ in entries))
+def _itemsize(tensor: TensorSpec) -> int:
+    return tensor.num_bytes // max(1, math.prod(tensor.shape))
 
 
 class BucketExchange(Exchange):
     """One bucket at work."""
 
     def __init__(
-        self, names: Sequence[tuple[str, str]], parameters: Sequence[nn.Parameter], group: Group, step: StepState
+        self, entries: Sequence[_Entry], group: Group, step: StepState, *, levels: int = 1, wire: Wire = ""
     ) -> None:
-        layers = tuple(dict.fromkeys(layer for layer, _ in names))
+        layers = tuple(dict.fromkeys(layer.name for layer, _, _ in entries))
         label = layers[0] if len(layers) == 1 else f"{layers[0]}..{layers[-1]}"
-        super().__init__(name=label, layers=layers, group=group, step=step)
-        self._names = [f"{layer}.{name}" for layer, name in names]
-        self._layer_of = [layer for layer, _ in names]
+        parameters = tuple(parameter for _, _, parameter in entries)
+        super().__init__(name=label, layers=layers, parameters=parameters, group=group, step=step)
+        self._names = [f"{layer.name}.{name}" for layer, name, _ in entries]
+        self._layer_of = [layer.name for layer, _, _ in entries]
         self.bucket = Bucket(parameters)
         self._scale = 1.0 / group.world_size
         self._additions = Additions(len(parameters))
         self._made = [0.0] * len(parameters)
-        self._transfer = Transfer(label, self._issue)
+        flat = self.bucket.flat
+        dtype = wire_dtype(wire, flat.dtype)
+        self._on_wire = flat if dtype == flat.dtype else torch.empty_like(flat, dtype=dtype)
+        self._sum = TwoLevelSum(self._on_wire, group, f"all-reduce of {label}") if levels == 2 else None
+        self._transfer = Transfer(
+            label, self._issue, self._arrive, between=(self._cross, self._share) if self._sum else ()
+        )
         self.transfers = (self._transfer,)
         self.votes = 0.0
         self.vote_for_new_order = False
@@ -173,7 +220,24 @@ class BucketExchange(Exchange):
 
     def _issue(self) -> Pending:
         self.bucket.facts.copy_(torch.tensor([*self._made, float(self.vote_for_new_order)]))
-        return self.group.all_reduce(self.bucket.flat, f"all-reduce of {self.name} in step {self.step.index}")
+        if self._on_wire is not self.bucket.flat:
+            self._on_wire.copy_(self.bucket.flat)
+        if self._sum is not None:
+            return self._sum.collect(self.tag)
+        return self.group.all_reduce(self._on_wire, f"all-reduce of {self.name} in step {self.step.index}")
+
+    def _cross(self, collected: Pending) -> Pending:
+        assert self._sum is not None
+        return self._sum.cross(collected)
+
+    def _share(self, crossed: Pending) -> Pending:
+        assert self._sum is not None
+        return self._sum.share(crossed, self.tag + 1)
+
+    def _arrive(self, pending: Pending) -> None:
+        pending.wait()
+        if self._on_wire is not self.bucket.flat:
+            self.bucket.flat.copy_(self._on_wire)
 
     def finish(self) -> None:
         """A gradient that no rank made stays as it was, so that the optimizer skips it as it would on one rank."""

@@ -1,4 +1,4 @@
-"""Gradients in buckets: which ones share a message, and the flat buffers that hold them.
+"""Gradients in buckets: which ones share a message, and the flat buffers that hold them; how these are cut.
 
 A bucket is one flat tensor. The gradients are views into it, so there is no second copy of them; behind them stand one
 number per gradient, which says on how many ranks it was made in this step, and one vote for a new order.
@@ -42,6 +42,16 @@ def split_into_buckets(
     if current:
         buckets.append(current)
     return buckets
+
+
+def stretches(count: int, world_size: int) -> list[tuple[int, int]]:
+    """Start and end of each rank's stretch of `count` elements, equal to within one."""
+    return [(count * rank // world_size, count * (rank + 1) // world_size) for rank in range(world_size)]
+
+
+def pieces(start: int, end: int, piece: int) -> list[tuple[int, int]]:
+    """A stretch cut into pieces of at most `piece` elements."""
+    return [(at, min(at + piece, end)) for at in range(start, end, piece)]
 
 
 class Bucket:

@@ -4,10 +4,13 @@ Everything that crosses the network goes through a `Group`. Collectives are coun
 algorithm sends them; point-to-point messages as they are. torch's errors become ours here and nowhere else.
 """
 
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,61 @@ from poseidon.units import MIB
 
 SPLIT_ABOVE_BYTES = MIB
 """A tensor below this size stays on one connection: splitting it would only add messages."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks share a host."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    """The ranks of each host, in order."""
+
+    @classmethod
+    def of_names(cls, names: Sequence[str]) -> "Layout":
+        """From what each rank calls its host."""
+        hosts: dict[str, list[int]] = {}
+        for rank, name in enumerate(names):
+            hosts.setdefault(name, []).append(rank)
+        return cls(tuple(map(tuple, hosts.values())))
+
+    @property
+    def num_lanes(self) -> int:
+        """Ranks of the host that has the fewest: so many can speak for their hosts side by side."""
+        return min(map(len, self.hosts))
+
+    def lane(self, index: int) -> list[int]:
+        """One rank of each host: those at the same place."""
+        return [host[index] for host in self.hosts]
+
+    def host_of(self, rank: int) -> tuple[int, ...]:
+        """All ranks that share a host with this one, itself included."""
+        return next(host for host in self.hosts if rank in host)
+
+    def place(self, rank: int) -> int:
+        """A rank's number among those of its host."""
+        return self.host_of(rank).index(rank)
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether there are several hosts and one of them has several ranks."""
+        return len(self.hosts) > 1 and any(len(host) > 1 for host in self.hosts)
+
+    def __str__(self) -> str:
+        counts = [len(host) for host in self.hosts]
+        ranks = str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
+        return f"{len(counts)} host{'s' * (len(counts) > 1)} with {ranks} rank{'s' * (ranks != '1')}"
+
+
+def host_identity() -> str:
+    """The same for two processes only if what they send to each other stays on one machine.
+
+    The boot and the network namespace: a container with a network of its own counts as a host.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
 
 
 @dataclass
@@ -55,14 +113,23 @@ class Group:
         groups: torch process groups over the same ranks; each has connections of its own. Large tensors are split over
             the first `connections` of them.
         liveness: Who is still there; None where nobody watches (tests, one rank).
+        hosts: The ranks of each host, every rank once; a host for each rank if left out.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], *, liveness: Liveness | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        *,
+        liveness: Liveness | None = None,
+        hosts: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._groups = list(groups)
         self.connections = 1
         self.liveness = liveness
         self.rank = self._groups[0].rank() if self._groups else 0
         self.world_size = self._groups[0].size() if self._groups else 1
+        self.layout = Layout(tuple(map(tuple, hosts)) or tuple((rank,) for rank in range(self.world_size)))
+        self._lanes: list[dist.ProcessGroup | None] = []
         self.bytes_sent = 0
         self.num_exchanges = 0
         """How many exchanges of gradients lie behind this rank, over all runs."""
@@ -70,16 +137,44 @@ class Group:
         """A receive may be posted with a larger buffer than the message: gloo yes, NCCL no."""
 
     @classmethod
-    def of_default(cls, *, max_connections: int = 1, liveness: Liveness | None = None) -> "Group":
-        """A group over torch's default process group; further connections are made now."""
+    def of_default(
+        cls, *, max_connections: int = 1, liveness: Liveness | None = None, hosts: Sequence[Sequence[int]] = ()
+    ) -> "Group":
+        """A group over torch's default process group; further connections are made now.
+
+        Args:
+            max_connections: Connections to each peer.
+            liveness: Who is still there.
+            hosts: The ranks of each host; found out now if left out.
+        """
         if not dist.is_initialized():
             return cls([])
         groups = [dist.group.WORLD] + [dist.new_group() for _ in range(max_connections - 1)]
-        return cls([g for g in groups if g is not None], liveness=liveness)
+        group = cls([g for g in groups if g is not None], liveness=liveness, hosts=hosts)
+        if not hosts:
+            group.layout = Layout.of_names(group.all_gather_text(host_identity(), "finding out who shares a host"))
+        return group
 
     def close(self) -> None:
         """Lets go of the process groups: while something holds them, their threads outlive the interpreter's end."""
-        self._groups = []
+        self._groups, self._lanes = [], []
+
+    def join_lanes(self) -> None:
+        """Makes the connections across hosts that `all_reduce_in_lane` uses; on all ranks together, once."""
+        if not self._lanes:
+            self._lanes = [dist.new_group(self.layout.lane(index)) for index in range(self.layout.num_lanes)]
+
+    def all_reduce_in_lane(self, tensor: torch.Tensor, what: str) -> Pending:
+        """Starts to sum `tensor` over the ranks of this rank's lane, in place; nothing where it is in none."""
+        lane = self.layout.place(self.rank)
+        if lane >= self.layout.num_lanes or not tensor.numel():
+            return self._pending([], 0, what)
+        group = self._lanes[lane]
+        assert group is not None
+        works = [self._call(what, lambda: group.allreduce([tensor]))]
+        num_hosts = len(self.layout.hosts)
+        num_bytes = 2 * tensor.numel() * tensor.element_size() * (num_hosts - 1) // num_hosts
+        return self._pending(works, num_bytes, what)
 
     @property
     def max_connections(self) -> int:
@@ -154,18 +249,19 @@ class Group:
 
     def _gather_text(self, text: str, what: str) -> list[str]:
         data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-        lengths = self._all_gather(torch.tensor([len(text.encode())]), what)
+        lengths = self.all_gather(torch.tensor([len(text.encode())]), what)
         longest = max(1, max(int(length) for length in lengths))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: data.numel()] = data[:longest]
-        parts = self._all_gather(padded, what)
+        parts = self.all_gather(padded, what)
         return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(parts, lengths, strict=True)]
 
     def broadcast_text(self, text: str, what: str = "sending the plan") -> str:
         """Rank 0's text on every rank."""
         return self.all_gather_text(text if self.rank == 0 else "", what)[0]
 
-    def _all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> list[torch.Tensor]:
+        """Every rank's tensor, by rank; all of one shape and type."""
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
         work = self._call(what, lambda: self._groups[0].allgather([outputs], [tensor]))
         self._pending([work], tensor.numel() * tensor.element_size() * (self.world_size - 1), what).wait()

@@ -16,14 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from poseidon.comm.capture import LATE_ADDITION, graph_is_kept, inside_backward
 from poseidon.comm.group import Group, Pending
-from poseidon.comm.scheme import Exchange, StepState, Transfer
+from poseidon.comm.scheme import Exchange, StepState, Transfer, Wire, wire_dtype
+from poseidon.comm.two_level import Routes
 from poseidon.errors import CommError
 
 HEADER_BYTES = 64
 _HEADER_NUMBERS = HEADER_BYTES // 8
+
+REPAIR_TAG = 2
+FORWARD_TAG = 3
+"""Added to an exchange's own: of what is sent once more, and of what is passed on, its first and its second part."""
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
 
@@ -75,10 +81,13 @@ class Header:
 class Part:
     """The buffers of one of the two parts: what this rank sends, and what each peer sends."""
 
-    def __init__(self, width: int, itemsize: int, capacity: int, group: Group, device: torch.device) -> None:
+    def __init__(
+        self, width: int, itemsize: int, capacity: int, group: Group, routes: Routes, device: torch.device
+    ) -> None:
         self.width = width
         self._itemsize = itemsize
         self._group = group
+        self._routes = routes
         self._device = device
         self.grow(capacity)
 
@@ -105,10 +114,25 @@ class Part:
         return landed
 
     def issue(self, tag: int, what: str) -> Pending:
-        """Sends this rank's part to every peer and receives theirs."""
+        """Starts to send this rank's part and to receive what comes straight."""
         message = self.own[: self.used] if self._group.takes_short_messages else self.own
-        sends = [(peer, message) for peer in self._group.peers]
-        return self._group.exchange(sends, list(self.from_peer.items()), tag=tag, what=what)
+        sends = [(peer, message) for peer in self._routes.sends_to]
+        receives = [(peer, self.from_peer[peer]) for peer in self._routes.receives_from]
+        return self._group.exchange(sends, receives, tag=tag, what=what)
+
+    def forward(self, tag: int, what: str) -> Pending:
+        """Starts to pass on what has come from other hosts, and to receive what others pass on."""
+        sends = [(to, self._message_of(source)) for source, to in self._routes.forwards]
+        receives = [(by, self.from_peer[source]) for source, by in self._routes.forwarded]
+        return self._group.exchange(sends, receives, tag=tag, what=what)
+
+    def _message_of(self, rank: int) -> torch.Tensor:
+        """As it came, without the rest of the buffer where that may be left away."""
+        buffer = self.from_peer[rank]
+        if not self._group.takes_short_messages:
+            return buffer
+        header = Header.read(buffer)
+        return buffer[: HEADER_BYTES + header.rows * self.width * header.dtype.itemsize]
 
     def received(self, rank: int) -> tuple[Header, torch.Tensor]:
         """Header and rows of one rank, this one included."""
@@ -123,17 +147,21 @@ class PairedRowsExchange(Exchange):
 
     Args:
         name: The layer.
+        parameters: Its trainable parameters.
         widths: Numbers per row in the first and in the second part.
         dtypes: The widest dtype that each part can come in; the buffers are sized for it.
         capacity: Rows per rank that the buffers hold at first; the same on every rank.
         device: Where the layer lives.
         group: The ranks.
         step: Where this rank is in the step.
+        levels: 2 sends parts once to each other host, where they are passed on.
+        wire: The format in which floating-point rows cross the network.
     """
 
     def __init__(
         self,
         name: str,
+        parameters: Sequence[nn.Parameter],
         *,
         widths: tuple[int, int],
         dtypes: tuple[torch.dtype, torch.dtype],
@@ -141,15 +169,27 @@ class PairedRowsExchange(Exchange):
         device: torch.device,
         group: Group,
         step: StepState,
+        levels: int = 1,
+        wire: Wire = "",
     ) -> None:
-        super().__init__(name=name, layers=(name,), group=group, step=step)
+        super().__init__(name=name, layers=(name,), parameters=tuple(parameters), group=group, step=step)
         self._device = device
+        self._wire = wire
+        dtypes = (wire_dtype(wire, dtypes[0]), wire_dtype(wire, dtypes[1]))
+        routes = Routes(group, levels)
         self._parts = tuple(
-            Part(width, dtype.itemsize, capacity, group, device) for width, dtype in zip(widths, dtypes, strict=True)
+            Part(width, dtype.itemsize, capacity, group, routes, device)
+            for width, dtype in zip(widths, dtypes, strict=True)
         )
         self._default_dtypes = dtypes
-        self._first = Transfer(f"{name} (first factor)", lambda: self._issue(0))
-        self._second = Transfer(f"{name} (second factor)", lambda: self._issue(1))
+        self._first, self._second = (
+            Transfer(
+                f"{name} ({which} factor)",
+                lambda i=index: self._issue(i),  # type: ignore[misc]
+                between=() if levels == 1 else (lambda pending, i=index: self._forward_on(pending, i),),  # type: ignore[misc]
+            )
+            for index, which in enumerate(("first", "second"))
+        )
         self.transfers = (self._first, self._second)
         self.early = (self._first,)
         self._serial = 0
@@ -242,7 +282,7 @@ class PairedRowsExchange(Exchange):
             self._stash_sent = 0
         else:
             self._stash_sent = len(self._stash)
-        rows = _alike(rows)
+        rows = self._as_sent(rows)
         dtype = rows[0].dtype if rows else self._default_dtypes[0]
         landed = self._parts[0].fill(Header(self.step.index, sum(r.shape[0] for r in rows), dtype), rows)
         for call, place in zip(calls, landed[self._stash_sent :], strict=True):
@@ -260,8 +300,8 @@ class PairedRowsExchange(Exchange):
             self._send_second_as_announced(arrived)
         else:
             calls = sorted(self._arrived, key=lambda c: c.serial)
-            firsts = _alike([f for f, _ in self._stash] + [c.first for c in calls])
-            seconds = _alike([s for _, s in self._stash] + [c.second for c in calls if c.second is not None])
+            firsts = self._as_sent([f for f, _ in self._stash] + [c.first for c in calls])
+            seconds = self._as_sent([s for _, s in self._stash] + [c.second for c in calls if c.second is not None])
             self._resent = (firsts, seconds)
             count = sum(f.shape[0] for f in firsts)
             header = Header(self.step.index, 0, seconds[0].dtype, count, firsts[0].dtype, reached=True)
@@ -280,15 +320,24 @@ class PairedRowsExchange(Exchange):
             else:  # the forward was not followed by a backward: what was announced counts for nothing
                 seconds.append(torch.zeros(rows, self._parts[1].width, dtype=dtype, device=self._device))
         reached = bool(arrived or self._stash)
-        seconds = _alike(seconds) if reached else []
+        seconds = self._as_sent(seconds) if reached else []
         count = sum(s.shape[0] for s in seconds)
         dtype = seconds[0].dtype if seconds else dtype
         self._parts[1].fill(Header(self.step.index, count, dtype, reached=reached), seconds)
+
+    def _as_sent(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All in one dtype: the widest, or that of the wire."""
+        return [tensor.to(wire_dtype(self._wire, tensor.dtype)) for tensor in _alike(rows)]
 
     # What the communication threads do
 
     def _issue(self, index: int) -> Pending:
         return self._parts[index].issue(self.tag + index, f"factors of {self.name} in step {self.step.index}")
+
+    def _forward_on(self, received: Pending, index: int) -> Pending:
+        received.wait()
+        what = f"factors of {self.name} within the host in step {self.step.index}"
+        return self._parts[index].forward(self.tag + FORWARD_TAG + index, what)
 
     # After the schedule
 
@@ -328,7 +377,7 @@ class PairedRowsExchange(Exchange):
         what = f"late factors of {self.name} in step {self.step.index}"
         most = max(header.resent_rows for header in late.values())
         self._grow_to = max(self._parts[0].capacity, most)
-        return self.group.exchange(sends, receives, tag=self.tag + 2, what=what)
+        return self.group.exchange(sends, receives, tag=self.tag + REPAIR_TAG, what=what)
 
     def finish(self) -> None:
         """Hands all ranks' rows to `combine`."""

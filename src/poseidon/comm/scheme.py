@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -30,10 +30,10 @@ class Message(Value):
 
     when: Literal["forward", "backward", "update"]
     """Ready when the layer's forward has been computed, when its backward has come by, or after `optimizer.step()`."""
-    pattern: Literal["all_reduce", "exchange"]
-    """Which of the measured curves it follows."""
+    pattern: Literal["all_reduce", "exchange", "inner", "outer"]
+    """Which of the measured curves it follows: over all ranks, among the ranks of a host, or from host to host."""
     num_bytes: float
-    """Payload that one rank sends."""
+    """Payload that one rank sends; in `outer`, that all ranks of one host together send across its link."""
 
 
 class Cost(Value):
@@ -74,11 +74,35 @@ def local_gradient_seconds(layer: LayerSpec, rates: Rates) -> float:
     return 2 * layer.rows * out_features * in_features / rates.flops_per_s
 
 
+Wire = Literal["", "bfloat16", "float16"]
+"""The format in which numbers cross the network; empty for their own."""
+
+
+def wire_dtype(wire: Wire, own: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of dtype `own` cross: the narrower one, and their own where they are no floats."""
+    if not wire or not own.is_floating_point:
+        return own
+    dtype: torch.dtype = getattr(torch, wire)
+    return dtype if dtype.itemsize < own.itemsize else own
+
+
+def wire_num_bytes(wire: Wire, own: int) -> int:
+    """Bytes of a floating-point number on the wire that has `own` bytes."""
+    return min(own, getattr(torch, wire).itemsize) if wire else own
+
+
+Exactness = Literal["exact", "rounded", "compressed", "relaxed"]
+
+
 class CommScheme(Value, ABC):
     """One way for a layer's gradient to cross the network."""
 
     kind: str
-    exactness: ClassVar[str] = "exact"
+
+    @property
+    def exactness(self) -> Exactness:
+        """What it does to the mathematics."""
+        return "exact"
 
     @abstractmethod
     def refuse(self, layer: LayerSpec) -> str | None:
@@ -86,14 +110,14 @@ class CommScheme(Value, ABC):
 
     @abstractmethod
     def bytes_sent(self, layer: LayerSpec, world_size: int) -> int:
-        """Payload that one rank sends in one step."""
+        """Payload that one rank sends in one step, the mean over the ranks, to peers on its own host included."""
 
     @abstractmethod
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
         """What one step costs, message by message; this layer alone, on an idle network."""
 
-    def check(self, layers: Sequence["BoundLayer"]) -> None:
-        """Raises InfeasibleError if these layers, or their optimizer, cannot be bound."""
+    def check(self, layers: Sequence["BoundLayer"], group: Group) -> None:
+        """Raises InfeasibleError if these layers, or their optimizer, cannot be bound on these ranks."""
 
     @abstractmethod
     def bind(self, layers: Sequence["BoundLayer"], group: Group, step: "StepState") -> "list[Exchange]":
@@ -111,11 +135,22 @@ class BoundLayer:
     optimizer: torch.optim.Optimizer | None = None
     bucket: int | None = None
     """Which of the plan's buckets its gradients are in; None where buckets are made by size."""
+    deferred: bool = False
+    """Whether its transfers may end as late as its next forward."""
 
     @property
     def name(self) -> str:
         """The layer's name in `model.named_modules()`."""
         return self.spec.name
+
+
+def check_levels(levels: int, kind: str, group: Group) -> None:
+    """Raises InfeasibleError where two levels are asked for and there is only one."""
+    if levels == 2 and not group.layout.has_two_levels:
+        raise InfeasibleError(
+            f"{kind} with levels = 2 joins the ranks of a host first and then the hosts, but here are {group.layout}: "
+            "there is one level only; choose levels = 1"
+        )
 
 
 def check_dense(layer: BoundLayer, kind: str) -> None:
@@ -159,16 +194,27 @@ class Transfer:
     Args:
         name: What the timeline calls it.
         issue: Starts the transfer; called by the communication thread when its turn has come.
-        complete: Called on the completing thread with what `issue` returned; waits for it.
+        complete: Called on the last completing thread with what was started last; waits for it.
+        between: What follows `issue`, one after the other, each on a completing thread of its own and in the order of
+            the schedule: waits for what was started before, and starts something new.
     """
 
     def __init__(
-        self, name: str, issue: Callable[[], Pending], complete: Callable[[Pending], None] = Pending.wait
+        self,
+        name: str,
+        issue: Callable[[], Pending],
+        complete: Callable[[Pending], None] = Pending.wait,
+        *,
+        between: Sequence[Callable[[Pending], Pending]] = (),
     ) -> None:
         self.name = name
         self._issue = issue
+        self._between = tuple(between)
         self._complete = complete
         self.ready = threading.Event()
+        """Whether its data has been there since the last reset."""
+        self._go = threading.Event()
+        """The same, until it is issued: what is handed over for the next step before its reset is not issued twice."""
         self.done = threading.Event()
         self.start = 0.0
         self.end = 0.0
@@ -184,27 +230,42 @@ class Transfer:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
         self.ready.set()
+        self._go.set()
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Blocks the communication thread until it may be issued; False if the time is over first."""
+        return self._go.wait(timeout)
+
+    @property
+    def num_stages(self) -> int:
+        """How many times something has to be waited for."""
+        return len(self._between) + 1
 
     def issue(self) -> None:
         """Starts it."""
+        self._go.clear()
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         self.start = time.time()
         self._pending = self._issue()
         self.num_bytes = self._pending.num_bytes
 
-    def complete(self) -> None:
-        """Waits for it and finishes it."""
+    def advance(self, stage: int) -> None:
+        """Waits for what was started last and starts what follows, or finishes."""
         assert self._pending is not None
+        if stage < len(self._between):
+            self._pending = self._between[stage](self._pending)
+            self.num_bytes += self._pending.num_bytes
+            return
         self._complete(self._pending)
         self.end = time.time()
         self._pending = None
-        self.done.set()
 
     def reset(self) -> None:
         """Makes it ready for the next step."""
         self.ready.clear()
         self.done.clear()
+        self.start = 0.0
 
 
 @dataclass
@@ -213,6 +274,8 @@ class Exchange(ABC):
 
     name: str
     layers: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    """Whose gradients it exchanges."""
     group: Group
     step: StepState
     transfers: tuple[Transfer, ...] = ()

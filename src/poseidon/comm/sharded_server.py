@@ -20,6 +20,7 @@ from torch import nn
 
 from poseidon.cluster.rates import Rates
 from poseidon.comm.all_reduce import COPY_TRAFFIC
+from poseidon.comm.bucket import pieces, stretches
 from poseidon.comm.capture import LATE_ADDITION, Additions, on_gradient
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import (
@@ -93,8 +94,9 @@ class ShardedServer(CommScheme):
             finish_seconds=COPY_TRAFFIC * layer.num_bytes / rates.world_size / rates.memory_bandwidth,
         )
 
-    def check(self, layers: Sequence[BoundLayer]) -> None:
+    def check(self, layers: Sequence[BoundLayer], group: Group) -> None:
         """Gradients have to be dense, and the optimizer has to be able to run on a shard alone."""
+        del group
         for layer in layers:
             check_dense(layer, self.kind)
             check_optimizer(layer)
@@ -126,16 +128,6 @@ def check_optimizer(layer: BoundLayer) -> None:
             )
 
 
-def stretches(count: int, world_size: int) -> list[tuple[int, int]]:
-    """Start and end of each rank's stretch of `count` elements, equal to within one."""
-    return [(count * rank // world_size, count * (rank + 1) // world_size) for rank in range(world_size)]
-
-
-def pieces(start: int, end: int, piece: int) -> list[tuple[int, int]]:
-    """A stretch cut into pieces of at most `piece` elements."""
-    return [(at, min(at + piece, end)) for at in range(start, end, piece)]
-
-
 class ServerExchange(Exchange):
     """The server at work for one layer.
 
@@ -143,7 +135,13 @@ class ServerExchange(Exchange):
     """
 
     def __init__(self, layer: BoundLayer, group: Group, step: StepState, piece_bytes: int) -> None:
-        super().__init__(name=layer.name, layers=(layer.name,), group=group, step=step)
+        super().__init__(
+            name=layer.name,
+            layers=(layer.name,),
+            parameters=tuple(layer.parameters.values()),
+            group=group,
+            step=step,
+        )
         assert layer.optimizer is not None
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in layer.parameters.values():

@@ -73,6 +73,7 @@ class SparseRowsExchange(PairedRowsExchange):
         self._weight = module.weight
         super().__init__(
             layer.name,
+            list(layer.parameters.values()),
             widths=(1, module.embedding_dim),
             dtypes=(torch.int64, module.weight.dtype),
             capacity=min(module.num_embeddings, layer.spec.rows + layer.spec.rows // 4),

@@ -22,7 +22,18 @@ from poseidon.cluster.rates import Rates
 from poseidon.comm.capture import ReplacedForward, accumulates
 from poseidon.comm.group import Group
 from poseidon.comm.paired_rows import Call, PairedRowsExchange
-from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, Message, StepState
+from poseidon.comm.scheme import (
+    BoundLayer,
+    CommScheme,
+    Cost,
+    Exactness,
+    Exchange,
+    Message,
+    StepState,
+    Wire,
+    check_levels,
+    wire_num_bytes,
+)
 from poseidon.errors import CommError
 from poseidon.profile.graph import GradientStructure, LayerSpec
 
@@ -31,6 +42,15 @@ class SufficientFactor(CommScheme):
     """Both factors of every rank to every rank, point to point."""
 
     kind: Literal["sufficient_factor"] = "sufficient_factor"
+    levels: Literal[1, 2] = 1
+    """2 sends factors to one rank of each other host, which passes them on to its host."""
+    wire: Wire = ""
+    """The format in which factors cross the network, if narrower than autograd made them."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """Rounded if factors are narrower on the wire; each is rounded once, and summed in the gradient's format."""
+        return "rounded" if self.wire else "exact"
 
     def refuse(self, layer: LayerSpec) -> str | None:
         """Only gradients that are sums of outer products have factors."""
@@ -39,9 +59,10 @@ class SufficientFactor(CommScheme):
         return layer.reason or f"its gradient is {layer.structure.value}, not a sum of outer products"
 
     def bytes_sent(self, layer: LayerSpec, world_size: int) -> int:
-        """K(M+N) numbers to each of P-1 peers."""
+        """K(M+N) numbers to each of P-1 peers; in two levels, it or another rank of the peer's host."""
         out_features, in_features = layer.matrix
-        return layer.rows * (out_features + in_features) * layer.factor_num_bytes * (world_size - 1)
+        itemsize = wire_num_bytes(self.wire, layer.factor_num_bytes)
+        return layer.rows * (out_features + in_features) * itemsize * (world_size - 1)
 
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
         """The wire, and a rebuild of 2·P·K·M·N operations that also writes the whole gradient, on every rank.
@@ -51,22 +72,47 @@ class SufficientFactor(CommScheme):
         Source: the wire is table 1 of the ATC'17 paper with P1 = P2; the rebuild is not in it.
         """
         out_features, in_features = layer.matrix
-        peers = rates.world_size - 1
         flops = 2 * rates.world_size * layer.rows * out_features * in_features
-        messages = tuple(
-            Message(when=when, pattern="exchange", num_bytes=layer.rows * width * layer.factor_num_bytes * peers)
+        messages = [
+            message
             for when, width in (("forward", in_features), ("backward", out_features))
-        )
-        curve = rates.exchange[rates.connections]
+            for message in self._messages(when, layer.rows * width, layer, rates)  # type: ignore[arg-type]
+        ]
         return Cost(
-            messages=messages,
-            wire_seconds=sum(m.num_bytes / curve.bandwidth + curve.latency for m in messages) if peers else 0.0,
+            messages=tuple(message for message, _ in messages),
+            wire_seconds=sum(seconds for _, seconds in messages) if rates.world_size > 1 else 0.0,
             finish_seconds=flops / rates.flops_per_s + layer.parameters[0].num_bytes / rates.memory_bandwidth,
         )
 
+    def _messages(
+        self, when: Literal["forward", "backward"], count: int, layer: LayerSpec, rates: Rates
+    ) -> list[tuple[Message, float]]:
+        """How one factor travels, and the seconds of each message on an idle network; flat if no more was measured."""
+        num_bytes = count * wire_num_bytes(self.wire, layer.factor_num_bytes)
+        if self.levels == 1 or rates.inner is None or rates.outer is None:
+            sent, curve = num_bytes * (rates.world_size - 1), rates.exchange[rates.connections]
+            message = Message(when=when, pattern="exchange", num_bytes=sent)
+            return [(message, sent / curve.bandwidth + curve.latency)]
+        ranks, hosts = rates.ranks_per_host, rates.num_hosts
+        across, inside = num_bytes * ranks * (hosts - 1), num_bytes * (ranks - 1) * hosts
+        return [
+            (
+                Message(when=when, pattern="outer", num_bytes=across),
+                across / rates.outer.bandwidth + rates.outer.latency,
+            ),
+            (
+                Message(when=when, pattern="inner", num_bytes=inside),
+                inside / rates.inner.bandwidth + rates.inner.latency,
+            ),
+        ]
+
+    def check(self, layers: Sequence[BoundLayer], group: Group) -> None:
+        """Two levels need hosts with several ranks."""
+        check_levels(self.levels, self.kind, group)
+
     def bind(self, layers: Sequence[BoundLayer], group: Group, step: StepState) -> list[Exchange]:
         """One exchange per layer."""
-        return [FactorExchange(layer, group, step) for layer in layers]
+        return [FactorExchange(layer, group, step, levels=self.levels, wire=self.wire) for layer in layers]
 
 
 class FactorMath(Protocol):
@@ -137,18 +183,21 @@ class _Linear(torch.autograd.Function):
 class FactorExchange(PairedRowsExchange):
     """Sufficient factors of one fully connected layer."""
 
-    def __init__(self, layer: BoundLayer, group: Group, step: StepState) -> None:
+    def __init__(self, layer: BoundLayer, group: Group, step: StepState, *, levels: int = 1, wire: Wire = "") -> None:
         weight = layer.module.weight
         assert isinstance(weight, nn.Parameter)
         out_features, in_features = layer.spec.matrix
         super().__init__(
             layer.name,
+            list(layer.parameters.values()),
             widths=(in_features, out_features),
             dtypes=(weight.dtype, weight.dtype),
             capacity=layer.spec.rows,
             device=weight.device,
             group=group,
             step=step,
+            levels=levels,
+            wire=wire,
         )
         bias = getattr(layer.module, "bias", None)
         self._weight = weight

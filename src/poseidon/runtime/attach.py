@@ -204,6 +204,8 @@ class Run:
         self._schedule = schedule(self.plan, self._exchanges)
         place = {transfer: index for index, transfer in enumerate(self._schedule)}
         self._finishing = sorted(self._exchanges, key=lambda exchange: place[exchange.transfers[-1]])
+        if self._threads is not None and self._schedule:
+            self._threads.make_stages(max(transfer.num_stages for transfer in self._schedule))
         self._begun = False
 
     def _unbind(self) -> None:
@@ -394,7 +396,7 @@ def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | 
             )
     if group.world_size > 1:
         for scheme, layers in _by_scheme(plan, model, optimizer).items():
-            scheme.check(layers)
+            scheme.check(layers, group)
 
 
 def bind(

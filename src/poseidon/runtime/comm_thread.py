@@ -2,12 +2,15 @@
 
 One thread issues. It takes the transfers one by one, waits until the training thread has made the next one ready, and
 starts it; nothing overtakes, so ranks can neither deadlock nor mix up messages. A second thread waits for what was
-started and finishes it. The training thread only sets flags, and waits at the end of the backward pass.
+started and finishes it. Where a transfer has several stages, a thread for each waits for one stage and starts the next,
+so that what the stages start is in the schedule's order as well. The training thread only sets flags, and waits at the
+end of the backward pass.
 """
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import Transfer
@@ -29,15 +32,25 @@ class CommThread:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._steps: queue.SimpleQueue[Sequence[Transfer] | None] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._started: list[queue.SimpleQueue[Transfer | None]] = []
+        """For each stage, what is under way in it."""
         self._failure: BaseException | None = None
         self._closing = False
-        self._threads = [
-            threading.Thread(target=self._issue_all, name="poseidon-issue", daemon=True),
-            threading.Thread(target=self._complete_all, name="poseidon-complete", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self.make_stages(1)
+        self._start("poseidon-issue", self._issue_all)
+
+    def make_stages(self, count: int) -> None:
+        """Has a thread for each of so many stages; before a schedule with such transfers begins."""
+        while len(self._started) < count:
+            stage = len(self._started)
+            self._started.append(queue.SimpleQueue())
+            self._start(f"poseidon-complete{stage or ''}", partial(self._complete_all, stage))
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     @property
     def failed(self) -> bool:
@@ -88,11 +101,11 @@ class CommThread:
         transfer = Transfer(name, lambda: pending)
         transfer.scheduled = False
         transfer.issue()
-        self._started.put(transfer)
+        self._started[0].put(transfer)
         self.wait(transfer)
 
     def close(self) -> None:
-        """Ends both threads after the current step; a schedule that waits for data is given up."""
+        """Ends the threads after the current step; a schedule that waits for data is given up."""
         self._closing = True
         self._steps.put(None)
         for thread in self._threads:
@@ -101,20 +114,25 @@ class CommThread:
     def _issue_all(self) -> None:
         while (schedule := self._steps.get()) is not None:
             for transfer in schedule:
-                while not transfer.ready.wait(LOOK_UP_SECONDS):
+                while not transfer.wait_ready(LOOK_UP_SECONDS):
                     if self._closing:
-                        self._started.put(None)
+                        self._started[0].put(None)
                         return
                 if not self._guarded(transfer.issue):
                     transfer.done.set()
-                self._started.put(transfer)
-        self._started.put(None)
+                self._started[0].put(transfer)
+        self._started[0].put(None)
 
-    def _complete_all(self) -> None:
-        while (transfer := self._started.get()) is not None:
+    def _complete_all(self, stage: int) -> None:
+        while (transfer := self._started[stage].get()) is not None:
             if self._failure is None:
-                self._guarded(transfer.complete)
-            transfer.done.set()
+                self._guarded(partial(transfer.advance, stage))
+            if self._failure is None and stage + 1 < transfer.num_stages:
+                self._started[stage + 1].put(transfer)
+            else:
+                transfer.done.set()
+        if stage + 1 < len(self._started):
+            self._started[stage + 1].put(None)
 
     def _guarded(self, action: Callable[[], None]) -> bool:
         """Runs one action; its error goes to the training thread."""
