@@ -116,8 +116,12 @@ class Timeline(Value):
     steps: tuple[Step, ...] = ()
 
     @classmethod
-    def load(cls, path: str | Path) -> "Timeline":
+    def load(cls, path: str | Path, *, last: int | None = None) -> "Timeline":
         """Reads JSON lines, one step a line; a last line that was cut short by a crash is left out.
+
+        Args:
+            path: The file.
+            last: How many lines at the end to read; all of them if left out.
 
         Raises:
             ConfigError: The file is missing, or a line that is not the last is no step.
@@ -127,7 +131,8 @@ class Timeline(Value):
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         steps = []
-        for number, line in enumerate(lines, start=1):
+        first = 0 if last is None else max(0, len(lines) - last)
+        for number, line in enumerate(lines[first:], start=first + 1):
             try:
                 steps.append(Step.model_validate_json(line))
             except ValidationError as error:

@@ -18,6 +18,9 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 BITS_PER_BYTE = 8
+MILLISECONDS = 1e3
+MICROSECONDS = 1e6
+"""In a second, where something wants its times in these."""
 BYTES_PER_FLOAT32 = 4
 
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}

@@ -34,8 +34,11 @@ class Verb:
 
 
 VERBS = {
+    "profile": Verb(module="poseidon.cli.profile", help="Measure what each layer of a model costs in a step."),
     "train": Verb(module="poseidon.cli.train", help="Train a task, on one process or over several hosts."),
+    "report": Verb(module="poseidon.cli.report", help="Say what a run achieved, what limited it, and was predicted."),
     "bench": Verb(module="poseidon.cli.bench", help="Race Poseidon against DDP or one scheme, step by step in turns."),
+    "probe": Verb(module="poseidon.cli.probe", help="Measure hosts and links, and write them to a cluster's file."),
     "lab": Verb(
         module="poseidon.cli.lab",
         help="Run a command on emulated hosts with links of a chosen rate.",

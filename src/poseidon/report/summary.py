@@ -25,7 +25,7 @@ class Summary(Value):
 
     def shares_in_percent(self) -> dict[str, int]:
         """Whole percentages that add up to 100, by label."""
-        return dict(zip(LABELS.values(), _round_to(100, list(self.parts.shares().values())), strict=True))
+        return dict(zip(LABELS.values(), round_to(100, list(self.parts.shares().values())), strict=True))
 
 
 def summarize(timelines: Sequence[Timeline]) -> Summary:
@@ -70,7 +70,7 @@ def draw(summary: Summary, *, num_hosts: int) -> Table:
     return table
 
 
-def _round_to(total: int, shares: Sequence[float]) -> list[int]:
+def round_to(total: int, shares: Sequence[float]) -> list[int]:
     """Whole numbers in proportion to the shares that add up to the total: the largest remainders are rounded up."""
     if not sum(shares):
         return [0] * len(shares)

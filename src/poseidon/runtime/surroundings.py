@@ -37,6 +37,8 @@ class Surroundings(Value):
     """Whether the links really have that rate: ranks that had to go to loopback have not."""
     loopback: bool = False
     """Whether all ranks talk over this machine's loopback."""
+    interface: str | None = None
+    """Over which rank 0 talks to the others."""
 
     @property
     def cores_per_host(self) -> float:
@@ -64,10 +66,10 @@ def survey(group: Group, device: torch.device, link: str | None = None) -> Surro
         device: What this rank computes on.
         link: The rate that emulated links were asked to have.
     """
-    loopback = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
-    mine = {"host": _host(), "machine": _machine(), "cores": _cores(), "loopback": loopback}
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    mine = {"host": _host(), "machine": machine(), "cores": _cores(), "interface": interface}
     everyone = [json.loads(text) for text in group.all_gather_text(json.dumps(mine), "asking where the ranks are")]
-    on_loopback = group.world_size > 1 and all(one["loopback"] for one in everyone)
+    on_loopback = group.world_size > 1 and all(one["interface"] == "lo" for one in everyone)
     return Surroundings(
         world_size=group.world_size,
         hosts=len({one["host"] for one in everyone}),
@@ -77,6 +79,7 @@ def survey(group: Group, device: torch.device, link: str | None = None) -> Surro
         link=link,
         shaped=link is not None and not on_loopback,
         loopback=on_loopback,
+        interface=everyone[0]["interface"] if group.world_size > 1 else None,
     )
 
 
@@ -138,7 +141,7 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _machine() -> str:
+def machine() -> str:
     """Emulated hosts are on one machine: they have its kernel's boot in common."""
     with suppress(OSError):
         return _BOOT_ID.read_text(encoding="ascii").strip()

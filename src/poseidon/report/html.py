@@ -1,0 +1,104 @@
+"""A run as one page that needs no network: what was achieved, what limits it, whether the prediction held."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from poseidon.artifact import write_whole
+from poseidon.errors import ConfigError
+from poseidon.report.figures import ExchangeFigures, Figures
+from poseidon.report.record import RunRecord
+from poseidon.runtime.surroundings import counted
+from poseidon.units import format_bandwidth, format_seconds, format_traffic
+
+TEMPLATE = "page.html.j2"
+
+
+def write_page(path: Path, record: RunRecord, figures: Figures) -> None:
+    """Writes the page.
+
+    Raises:
+        ConfigError: plotly or jinja2 is not installed, or the file cannot be written.
+    """
+    check_installed()
+    write_whole(path, make_page(record, figures))
+
+
+def check_installed() -> None:
+    """Raises ConfigError where what draws the page is not installed."""
+    for package in ("jinja2", "plotly"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"cannot write the page: {package} is not installed; pip install 'poseidon-dl[report]'")
+
+
+def make_page(record: RunRecord, figures: Figures) -> str:
+    """The page's text."""
+    from jinja2 import Environment, StrictUndefined  # an extra, as plotly is
+    from plotly.offline import get_plotlyjs
+
+    from poseidon.report.plots import draw_curve, draw_parts, draw_step
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(
+        seconds=format_seconds, traffic=format_traffic, bandwidth=format_bandwidth, percent=_percent
+    )
+    step = draw_step(record)
+    plots = {"parts": draw_parts(figures, record), "loss": draw_curve(record, "loss")}
+    plots["throughput"] = draw_curve(record, "samples_per_s")
+    if step is not None:
+        plots["step"] = step
+    template = environment.from_string(files("poseidon.report").joinpath(TEMPLATE).read_text(encoding="utf-8"))
+    return template.render(
+        record=record,
+        facts=record.facts,
+        note=record.facts.note[:1].upper() + record.facts.note[1:],
+        ranks=counted(record.facts.surroundings.world_size, "rank"),
+        figures=figures,
+        layers=[_row(one, figures) for one in figures.exchanges],
+        environment=list(_environment(record)),
+        step_number=(record.typical_index() or 0) + 1,
+        plots={name: _embed(json.loads(figure.to_json())) for name, figure in plots.items()},
+        plotlyjs=get_plotlyjs(),
+    )
+
+
+def _embed(value: Any) -> str:
+    """JSON that can stand in a script element, whatever the texts in it are."""
+    return json.dumps(value).replace("<", "\\u003c")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
+def _row(one: ExchangeFigures, figures: Figures) -> dict[str, Any]:
+    """A row of the table of layers, as text."""
+    return {
+        "layers": one.layers,
+        "scheme": one.scheme.replace("_", " "),
+        "sent": format_traffic(one.bytes_sent),
+        "of_plain": _percent(one.bytes_sent / one.plain_bytes) if one.plain_bytes else "",
+        "measured": format_seconds(one.transfer_seconds),
+        "predicted": "" if one.predicted_transfer_seconds is None else format_seconds(one.predicted_transfer_seconds),
+        "exposed": format_seconds(one.exposed_seconds) if one.exposed_seconds else "–",
+        "exposed_share": one.exposed_seconds / figures.summary.parts.total if figures.summary.parts.total else 0.0,
+    }
+
+
+def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
+    facts, here = record.facts, record.facts.surroundings
+    yield "where", here.sentence()
+    yield "computing", f"{here.device}, {counted(here.threads, 'thread')} a rank, {counted(here.cores, 'core')} in all"
+    if here.world_size > 1:
+        limited = "limited to that" if here.shaped else "not limited"
+        yield "link", f"{here.link}, {limited}" if here.link else "the hosts' own"
+        if here.interface:
+            yield "interface", f"{here.interface} (rank 0)"
+    yield "batch", f"{facts.options.get('batch_size')} samples per rank and step"
+    yield "versions", f"poseidon {facts.poseidon}, torch {here.torch}, python {here.python}"
+    if facts.clocks is not None and here.world_size > 1:
+        yield "clocks", f"aligned, uncertain by {format_seconds(facts.clocks.uncertainty_seconds)}"
+    yield "folder", str(record.folder)

@@ -1,0 +1,213 @@
+"""A run's folder, read back: what was asked for, what was measured, what was planned and predicted.
+
+A run that was killed has no result and no merged timeline; what it has is read all the same, and `notes` says what is
+missing.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from poseidon.artifact import describe
+from poseidon.cluster.rates import Rates
+from poseidon.errors import ConfigError
+from poseidon.plan import Plan
+from poseidon.runtime.baseline import Baseline
+from poseidon.runtime.clocks import Clocks
+from poseidon.runtime.ledger import StepResult
+from poseidon.runtime.surroundings import Surroundings
+from poseidon.simulator import simulate
+from poseidon.timeline import Step, Timeline
+
+READ_STEPS = 200
+"""The last steps of every rank that are read: enough for medians, and little enough for a page."""
+CHANGES = ("adopted", "kept", "dropped", "given")
+"""Kinds of events after which steps are under another plan."""
+
+
+class Event(BaseModel):
+    """Something that was decided or noticed on the way."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    kind: str
+    exchange: int
+    text: str
+
+
+class Facts(BaseModel):
+    """What `run.json` says; keys that are not known here are left out."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    poseidon: str
+    task: str
+    note: str
+    options: dict[str, Any]
+    surroundings: Surroundings
+    baseline: Baseline | None = None
+    exchanges: dict[str, tuple[str, ...]] = {}
+    clocks: Clocks | None = None
+    rates: Rates | None = None
+    events: tuple[Event, ...] = ()
+    plan: str = ""
+    result: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run as its folder tells it."""
+
+    folder: Path
+    facts: Facts
+    results: Sequence[StepResult]
+    """Every step over all ranks, oldest first."""
+    timelines: Sequence[Timeline]
+    """The last settled steps, by rank."""
+    plan: Plan | None
+    predicted: Sequence[Timeline]
+    """Predicted steps, of one rank of each kind; empty where nothing was predicted."""
+    notes: Sequence[str] = ()
+    """What a reader should know about gaps."""
+
+    @classmethod
+    def load(cls, folder: Path, plan: Path | None = None) -> "RunRecord":
+        """Reads a folder that `poseidon train --out` has written.
+
+        Args:
+            folder: The run's folder.
+            plan: Another plan to predict from; the run's own if left out.
+
+        Raises:
+            ConfigError: It is no such folder, or a file in it cannot be used.
+        """
+        facts = _read_facts(folder)
+        timelines, notes = _read_timelines(folder, facts)
+        if facts.result is None:
+            notes.append("the run did not come to its end")
+        own = folder / "plan.json"
+        chosen = Plan.load(plan) if plan else Plan.load(own) if own.exists() else None
+        return cls(
+            folder=folder,
+            facts=facts,
+            results=_read_results(folder / "steps.jsonl"),
+            timelines=timelines,
+            plan=chosen,
+            predicted=_predict(folder, facts, chosen, given=plan is not None),
+            notes=notes,
+        )
+
+    @cached_property
+    def settled_results(self) -> Sequence[StepResult]:
+        """Those of the steps that the timelines have, where one step is one exchange; all of them otherwise."""
+        indices = set(self.common_indices)
+        settled = [result for result in self.results if result.step in indices]
+        return settled if len(settled) == len(indices) else self.results
+
+    @cached_property
+    def common_indices(self) -> Sequence[int]:
+        """Steps that every rank has, oldest first."""
+        by_rank = [{step.index for step in timeline.steps} for timeline in self.timelines]
+        return sorted(set.intersection(*by_rank)) if by_rank else []
+
+    def steps_at(self, index: int) -> list[Step]:
+        """One step on all ranks, by rank."""
+        return [step for timeline in self.timelines for step in timeline.steps if step.index == index]
+
+    def typical_index(self) -> int | None:
+        """The step whose time on its slowest rank is the median; None where there is no step."""
+        indices = sorted(self.common_indices, key=lambda i: max(step.seconds for step in self.steps_at(i)))
+        return indices[(len(indices) - 1) // 2] if indices else None
+
+    def predicted_of(self, rank: int) -> Step | None:
+        """The predicted step of the rank, or of the one before it that stands for it; None where there is none."""
+        steps = [timeline.steps[-1] for timeline in self.predicted if timeline.steps]
+        return max((s for s in steps if s.rank <= rank), key=lambda s: s.rank, default=None)
+
+    def layers_of(self, transfer: str) -> tuple[str, ...]:
+        """Which layers a transfer of the timeline carries."""
+        return self.facts.exchanges.get(exchange_of(transfer), ())
+
+
+def exchange_of(transfer: str) -> str:
+    """The exchange that a transfer belongs to: its name without what is added in parentheses."""
+    name, separator, added = transfer.rpartition(" (")
+    return name if separator and added.endswith(")") else transfer
+
+
+def _read_facts(folder: Path) -> Facts:
+    path = folder / "run.json"
+    try:
+        return Facts.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot report on {folder}: {path.name} is not there ({error.strerror}); give a folder that "
+            "`poseidon train --out` has written"
+        ) from error
+    except ValidationError as error:
+        raise ConfigError(f"cannot use {path} as the facts of a run: {describe(error)}") from error
+
+
+def _read_results(path: Path) -> list[StepResult]:
+    """A last line that a crash cut short is left out."""
+    results = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            break
+        loss = math.nan if values["loss"] is None else values["loss"]
+        fields = {name: values[name] for name in StepResult.model_fields if name != "loss"}
+        results.append(StepResult(loss=loss, **fields))
+    return results
+
+
+def _read_timelines(folder: Path, facts: Facts) -> tuple[list[Timeline], list[str]]:
+    world_size = facts.surroundings.world_size
+    notes = []
+    merged = folder / "timeline.jsonl"
+    if merged.exists():
+        steps = Timeline.load(merged, last=READ_STEPS * world_size).steps
+    else:
+        parts = [folder / f"timeline.rank{rank}.jsonl" for rank in range(world_size)]
+        loaded = [Timeline.load(part, last=READ_STEPS) for part in parts if part.exists()]
+        steps = tuple(step for timeline in loaded for step in timeline.steps)
+        notes.append("each rank's times are on its own clock")
+    by_rank: dict[int, list[Step]] = defaultdict(list)
+    for step in steps:
+        by_rank[step.rank].append(step)
+    if missing := sorted(set(range(world_size)) - set(by_rank)):
+        notes.append(f"the timelines of ranks {', '.join(map(str, missing))} are not in the folder")
+    first = _last_change(facts)
+    return [Timeline(steps=tuple(_settled(by_rank[rank], first))) for rank in sorted(by_rank)], notes
+
+
+def _settled(steps: Sequence[Step], first: int) -> Sequence[Step]:
+    """The steps under the last plan, without the one in which it was taken up; all where there are no others."""
+    planned = [step for step in steps if step.scheme == "plan"]
+    return [step for step in planned if step.index > first] or planned or steps
+
+
+def _last_change(facts: Facts) -> int:
+    return max((event.exchange for event in facts.events if event.kind in CHANGES), default=0)
+
+
+def _predict(folder: Path, facts: Facts, plan: Plan | None, *, given: bool) -> Sequence[Timeline]:
+    """As it was written down with the run; computed now from the plan and the measured rates where it was not."""
+    path = folder / "predicted.jsonl"
+    if path.exists() and not given:
+        by_rank: dict[int, list[Step]] = defaultdict(list)
+        for step in Timeline.load(path).steps:
+            by_rank[step.rank].append(step)
+        return [Timeline(steps=tuple(by_rank[rank])) for rank in sorted(by_rank)]
+    rates = facts.rates
+    if plan is None or rates is None or not plan.profile.seconds or plan.world_size != rates.world_size:
+        return []
+    return simulate(plan.profile, plan, rates).timelines
