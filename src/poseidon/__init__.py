@@ -18,10 +18,12 @@ if typing.TYPE_CHECKING:
     from poseidon.cluster.rates import Rates as Rates
     from poseidon.plan import Plan as Plan
     from poseidon.planner.rules import choose_plan as choose_plan
+    from poseidon.planner.search import search_plan as search_plan
     from poseidon.profile.graph import ModelProfile as ModelProfile
     from poseidon.runtime.attach import Run as Run
     from poseidon.runtime.join import init as init
     from poseidon.runtime.join import shutdown as shutdown
+    from poseidon.simulator import simulate as simulate
     from poseidon.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
@@ -35,10 +37,24 @@ _HOMES = {
     "choose_plan": "poseidon.planner.rules",
     "distribute": "poseidon.auto",
     "init": "poseidon.runtime.join",
+    "search_plan": "poseidon.planner.search",
     "shutdown": "poseidon.runtime.join",
+    "simulate": "poseidon.simulator",
 }
 
-__all__ = ["ModelProfile", "Plan", "Rates", "Run", "Timeline", "choose_plan", "distribute", "init", "shutdown"]
+__all__ = [
+    "ModelProfile",
+    "Plan",
+    "Rates",
+    "Run",
+    "Timeline",
+    "choose_plan",
+    "distribute",
+    "init",
+    "search_plan",
+    "shutdown",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> typing.Any:

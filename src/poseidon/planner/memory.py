@@ -1,0 +1,58 @@
+"""What one rank needs in memory under a plan, and whether its device has it."""
+
+from poseidon.artifact import Value
+from poseidon.cluster.rates import Rates
+from poseidon.errors import InfeasibleError
+from poseidon.plan import Plan
+from poseidon.units import format_bytes
+
+
+class Memory(Value):
+    """Bytes of one rank, when most is held at once: at the end of the forward pass, with buffers in use."""
+
+    parameters: int
+    gradients: int
+    """Under all-reduce they are views of their buckets, so that these count once."""
+    optimizer_state: int
+    activations: int
+    buffers: int
+    """What arrives from peers: factors, rows, shards."""
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.parameters + self.gradients + self.optimizer_state + self.activations + self.buffers
+
+    def refuse(self, limit: int | None) -> str | None:
+        """What is missing on a device of so many bytes; None where it fits or nobody said how much there is."""
+        if limit is None or self.total <= limit:
+            return None
+        parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in self if size)
+        return (
+            f"a rank needs {format_bytes(self.total)} ({parts}), its device has {format_bytes(limit)}: "
+            f"{format_bytes(self.total - limit)} are missing"
+        )
+
+
+def memory_of(plan: Plan, rates: Rates) -> Memory:
+    """What a rank needs under a plan; from the profile's sizes, frozen parameters not counted.
+
+    What comes from peers in an exchange is held until the layer's gradient is made of it: as many bytes as a rank
+    sends, since all send alike.
+    """
+    profile = plan.profile
+    costs = (plan.schemes[layer.name].cost(layer, rates) for layer in profile.trainable)
+    buffers = sum(m.num_bytes for cost in costs for m in cost.messages if m.pattern == "exchange")
+    return Memory(
+        parameters=profile.num_bytes,
+        gradients=profile.num_bytes,
+        optimizer_state=profile.optimizer_state_num_bytes,
+        activations=sum(layer.activation_num_bytes for layer in profile.layers),
+        buffers=round(buffers) if rates.world_size > 1 else 0,
+    )
+
+
+def check_memory(memory: Memory, limit: int | None) -> None:
+    """Raises InfeasibleError, with the figures, where the plan that needs least does not fit."""
+    if refusal := memory.refuse(limit):
+        raise InfeasibleError(f"no plan fits: {refusal}; use a smaller batch, or a device with more memory")
