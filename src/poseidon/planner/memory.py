@@ -2,8 +2,10 @@
 
 from poseidon.artifact import Value
 from poseidon.cluster.rates import Rates
+from poseidon.comm import CommScheme
 from poseidon.errors import InfeasibleError
 from poseidon.plan import Plan
+from poseidon.profile.graph import LayerSpec
 from poseidon.units import format_bytes
 
 
@@ -35,21 +37,27 @@ class Memory(Value):
 
 
 def memory_of(plan: Plan, rates: Rates) -> Memory:
-    """What a rank needs under a plan; from the profile's sizes, frozen parameters not counted.
-
-    What comes from peers in an exchange is held until the layer's gradient is made of it: as many bytes as a rank
-    sends, since all send alike.
-    """
+    """What a rank needs under a plan; from the profile's sizes, frozen parameters not counted."""
     profile = plan.profile
-    costs = (plan.schemes[layer.name].cost(layer, rates) for layer in profile.trainable)
-    buffers = sum(m.num_bytes for cost in costs for m in cost.messages if m.pattern == "exchange")
     return Memory(
         parameters=profile.num_bytes,
         gradients=profile.num_bytes,
         optimizer_state=profile.optimizer_state_num_bytes,
         activations=sum(layer.activation_num_bytes for layer in profile.layers),
-        buffers=round(buffers) if rates.world_size > 1 else 0,
+        buffers=sum(_buffers(plan.schemes[layer.name], layer, rates) for layer in profile.trainable),
     )
+
+
+def _buffers(scheme: CommScheme, layer: LayerSpec, rates: Rates) -> int:
+    """What comes from peers is held until the gradient is made of it: as much as a rank sends, since all send alike.
+
+    An all-reduce works in the gradients themselves, and in a copy of them where they are narrower on the wire.
+    """
+    if rates.world_size == 1:
+        return 0
+    if scheme.kind == "all_reduce":
+        return scheme.bytes_sent(layer, 2) if scheme.exactness == "rounded" else 0
+    return round(sum(message.num_bytes for message in scheme.cost(layer, rates).messages))
 
 
 def check_memory(memory: Memory, limit: int | None) -> None:

@@ -219,7 +219,7 @@ def _moves(space: Space) -> Iterator[Move]:
         yield partial(_defer, space, deferred)
     if space.is_free("buckets"):
         yield partial(_rebucketed, space=space)
-        yield lambda plan: iter([space.with_choice(plan, buckets=())])
+        yield lambda plan: iter([] if plan.deferred else [space.with_choice(plan, buckets=())])
         yield partial(_halve, space)
     for name in _by_weight(space):
         for scheme in space.candidates[name]:
@@ -342,7 +342,8 @@ def _toggle_cut(space: Space, name: str, plan: Plan) -> Iterator[Plan]:
 def _toggle_deferral(space: Space, name: str, plan: Plan) -> Iterator[Plan]:
     deferred = [n for n in space.candidates if (n in plan.deferred) != (n == name)]
     changed = space.with_deferred(plan, deferred)
-    yield changed
+    if changed.buckets:
+        yield changed
     yield from _rebucketed(changed, space)
 
 
