@@ -110,6 +110,12 @@ class Plan(Artifact):
             raise ValueError(f"buckets do not fit the schemes at layer {odd[0]!r}: {where}")
         if len(bucketed) != len(set(bucketed)):
             raise ValueError("buckets name a layer twice")
+        for bucket in self.buckets:
+            for name in bucket[1:]:
+                if self.schemes[name] != self.schemes[bucket[0]]:
+                    raise ValueError(f"layers {bucket[0]!r} and {name!r} share a bucket, but not one scheme")
+                if (name in self.deferred) != (bucket[0] in self.deferred):
+                    raise ValueError(f"layers {bucket[0]!r} and {name!r} share a bucket, but only one is deferred")
 
     @property
     def layers(self) -> dict[str, LayerSpec]:

@@ -49,6 +49,9 @@ def check_same_plan(plan: Plan, group: Group) -> None:
         ["wait_free", str(plan.wait_free)],
         ["connections", str(plan.connections)],
         ["the order of arrival", ", ".join(plan.arrival)],
+        ["the order of transfers", ", ".join(plan.order)],
+        ["what is in buckets", "; ".join(", ".join(bucket) for bucket in plan.buckets)],
+        ["what is deferred", ", ".join(plan.deferred)],
         *([f"the scheme of layer {name!r}", scheme.model_dump_json()] for name, scheme in plan.schemes.items()),
         *([f"rows of layer {layer.name!r}", str(layer.rows)] for layer in plan.profile.trainable),
     ]
