@@ -16,6 +16,7 @@ import typing
 if typing.TYPE_CHECKING:
     from poseidon.auto import distribute as distribute
     from poseidon.cluster.rates import Rates as Rates
+    from poseidon.cluster.spec import ClusterSpec as ClusterSpec
     from poseidon.plan import Plan as Plan
     from poseidon.planner.rules import choose_plan as choose_plan
     from poseidon.planner.search import search_plan as search_plan
@@ -23,12 +24,14 @@ if typing.TYPE_CHECKING:
     from poseidon.runtime.attach import Run as Run
     from poseidon.runtime.join import init as init
     from poseidon.runtime.join import shutdown as shutdown
+    from poseidon.runtime.probing import probe_cluster as probe_cluster
     from poseidon.simulator import simulate as simulate
     from poseidon.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ClusterSpec": "poseidon.cluster.spec",
     "ModelProfile": "poseidon.profile.graph",
     "Plan": "poseidon.plan",
     "Rates": "poseidon.cluster.rates",
@@ -37,12 +40,14 @@ _HOMES = {
     "choose_plan": "poseidon.planner.rules",
     "distribute": "poseidon.auto",
     "init": "poseidon.runtime.join",
+    "probe_cluster": "poseidon.runtime.probing",
     "search_plan": "poseidon.planner.search",
     "shutdown": "poseidon.runtime.join",
     "simulate": "poseidon.simulator",
 }
 
 __all__ = [
+    "ClusterSpec",
     "ModelProfile",
     "Plan",
     "Rates",
@@ -51,6 +56,7 @@ __all__ = [
     "choose_plan",
     "distribute",
     "init",
+    "probe_cluster",
     "search_plan",
     "shutdown",
     "simulate",

@@ -11,6 +11,7 @@ from poseidon.errors import ClusterError
 from poseidon.profile.graph import ComputeRates
 
 GIGABIT = 125e6
+PROFILED = ComputeRates(name="cpu", threads=2, flops_per_s=100e9, memory_bandwidth=10e9)
 
 
 def probed(**changes):
@@ -74,10 +75,12 @@ def test_one_host_sends_nothing_over_its_link():
 
 def test_a_probed_cluster_gives_what_was_measured():
     cluster = probed()
-    rates = rates_of(cluster)
+    rates = rates_of(cluster, device=PROFILED)
     assert rates.all_reduce == cluster.measured.all_reduce
     assert rates.exchange == cluster.measured.exchange
     assert (rates.connections, rates.compute_slowdown, rates.transfer_slowdown) == (2, 1.2, 1.1)
+    virtual = rates_of(cluster)
+    assert (virtual.compute_slowdown, virtual.transfer_slowdown) == (1.0, 1.0), "nothing computes that could disturb"
 
 
 def test_fewer_hosts_have_fewer_rounds_and_the_same_seconds_per_byte():
@@ -89,7 +92,7 @@ def test_fewer_hosts_have_fewer_rounds_and_the_same_seconds_per_byte():
 
 
 def test_other_links_scale_what_is_above_the_latency():
-    tenth = rates_of(probed(), bandwidth=GIGABIT / 10)
+    tenth = rates_of(probed(), device=PROFILED, bandwidth=GIGABIT / 10)
     assert tenth.all_reduce[1].at(0) == pytest.approx(6e-3)
     assert tenth.all_reduce[1].bandwidth == pytest.approx(10e6)
     assert tenth.exchange[2].bandwidth == pytest.approx(8e6)
@@ -128,13 +131,12 @@ def test_computing_is_scaled_from_where_the_profile_was_measured():
     )
     hosts = tuple(Host(name=f"h{i}", link="1Gbit/s", device=device) for i in range(4))
     cluster = ClusterSpec(hosts=(*hosts, Host(name="unknown", link="1Gbit/s")))
-    profiled = ComputeRates(name="cpu", threads=2, flops_per_s=100e9, memory_bandwidth=10e9)
-    four = rates_of(cluster, device=profiled, num_hosts=4)
+    four = rates_of(cluster, device=PROFILED, num_hosts=4)
     assert four.hosts[0].compute_scale == pytest.approx((100 / 25 + 10 / 2.5) / 2)
     assert (four.flops_per_s, four.memory_bandwidth) == (25e9, 2.5e9)
-    assert rates_of(cluster, device=profiled, num_hosts=1).hosts[0].compute_scale == pytest.approx((2 + 1) / 2)
+    assert rates_of(cluster, device=PROFILED, num_hosts=1).hosts[0].compute_scale == pytest.approx((2 + 1) / 2)
     assert rates_of(cluster, num_hosts=4).hosts[0].compute_scale == 1.0
-    assert rates_of(cluster, device=profiled).hosts[4].compute_scale == 1.0
+    assert rates_of(cluster, device=PROFILED).hosts[4].compute_scale == 1.0
 
 
 def test_between_two_counts_of_busy_ranks_seconds_lie_on_a_line():

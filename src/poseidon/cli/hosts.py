@@ -101,12 +101,12 @@ def launch(spec: ClusterSpec) -> None:
 
 
 @contextmanager
-def joined() -> Iterator[Group]:
-    """The group of all ranks; whatever ends this rank early is told to the others."""
+def joined(*, max_connections: int = 2) -> Iterator[Group]:
+    """The group of all ranks, with so many connections to each peer; whatever ends this rank early is told to all."""
     if os.environ.get("RANK", "0") != "0" and not logging.getLogger("poseidon").isEnabledFor(logging.DEBUG):
         logging.getLogger("poseidon").setLevel(logging.WARNING)  # rank 0 says it for all
     try:
-        yield join.init()
+        yield join.init(max_connections=max_connections)
     except PoseidonError as error:
         join.shutdown(str(error))
         raise

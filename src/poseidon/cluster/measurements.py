@@ -55,3 +55,8 @@ class Measurements(Value):
     """Every ordered pair of hosts."""
     notes: tuple[str, ...] = ()
     """What a reader should know: links below their siblings, names that lead to loopback."""
+
+
+def rounded(value: float) -> float:
+    """As many digits as a measurement means, so that its file can be read."""
+    return float(f"{value:.4e}")

@@ -52,7 +52,8 @@ def rates_of(
 
     Args:
         cluster: Described or probed.
-        device: What the profile was measured on, from which `HostRates.compute_scale` follows.
+        device: What the profile was measured on, from which `HostRates.compute_scale` follows. None where its seconds
+            hold anywhere, as those of virtual compute: then nothing computes that could disturb transfers either.
         num_hosts: How many hosts take part; all if None.
         bandwidth: Bytes per second in both directions of every link, instead of what they have.
 
@@ -71,8 +72,8 @@ def rates_of(
         outer=part.outer() if part.most_ranks > 1 else None,
         flops_per_s=min((h.device.flops_per_s_of(part.world_size) for h in part.hosts if h.device), default=UNLIMITED),
         memory_bandwidth=min(_memory_bandwidth(host, part.world_size) for host in part.hosts),
-        compute_slowdown=part.slowdown(measured.compute_slowdown) if measured else 1.0,
-        transfer_slowdown=part.slowdown(measured.transfer_slowdown) if measured else 1.0,
+        compute_slowdown=part.slowdown(measured.compute_slowdown) if measured and device else 1.0,
+        transfer_slowdown=part.slowdown(measured.transfer_slowdown) if measured and device else 1.0,
         connections=measured.connections if measured and measured.connections in all_reduce else 1,
     )
 
@@ -275,6 +276,11 @@ class Bottleneck(Value):
     device: Slowest | None
     """FLOPs per second; None where nobody said."""
 
+    @property
+    def stands_out(self) -> bool:
+        """Whether link or device is clearly below the others."""
+        return self.link.stands_out or (self.device is not None and self.device.stands_out)
+
     def sentence(self) -> str:
         """Both with their figures."""
         rate, usual = format_bandwidth(self.link.value), format_bandwidth(self.link.typical)
@@ -302,3 +308,30 @@ def _slowest(rates: Sequence[tuple[str, float]]) -> Slowest:
     host, value = min(rates, key=lambda one: one[1])
     others = [rate for name, rate in rates if name != host]
     return Slowest(host=host, value=value, typical=statistics.median(others) if others else value)
+
+
+def slow_links(cluster: ClusterSpec) -> list[str]:
+    """In words: which hosts' links are clearly below the others, and which pairs below what both do with others."""
+    said = [_slow_host(cluster, host) for host in cluster.hosts] if len(cluster.hosts) > 2 else []
+    for pair in cluster.measured.pairs if cluster.measured else ():
+        sender, receiver = cluster.host(pair.sender).link, cluster.host(pair.receiver).link
+        both = min(sender.up, receiver.down)
+        back = min(receiver.up, sender.down)
+        rate, name = format_bandwidth(pair.bandwidth), f"{pair.sender} to {pair.receiver}"
+        if pair.bandwidth < BELOW_SIBLINGS * both:
+            said.append(f"{name} is slow: {rate}, while both move {format_bandwidth(both)} with others")
+        elif len(cluster.hosts) == 2 and pair.bandwidth < BELOW_SIBLINGS * back:
+            said.append(f"{name} is slow: {rate}, {format_bandwidth(back)} the other way")
+    return [text for text in said if text]
+
+
+def _slow_host(cluster: ClusterSpec, host: Host) -> str:
+    others = [other.link for other in cluster.hosts if other.name != host.name]
+    parts = []
+    for way, rate, usual in (
+        ("up", host.link.up, statistics.median(link.up for link in others)),
+        ("down", host.link.down, statistics.median(link.down for link in others)),
+    ):
+        if rate < BELOW_SIBLINGS * usual:
+            parts.append(f"{format_bandwidth(rate)} {way}, the others {format_bandwidth(usual)}")
+    return f"the link of {host.name} is slow: {'; '.join(parts)}" if parts else ""

@@ -12,7 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -156,9 +156,11 @@ def check_pairs(
         failures = _try_all(rank, places)
         # The listener stays open until everybody has tried; the kernel completes connections without any accept.
         found = _gather(store, "reach", rank, world_size, json.dumps(failures), patience + CONNECT_SECONDS, coordinator)
-    for sender, text in enumerate(found):
-        for receiver, reason in json.loads(text).items():
-            raise CommError(_no_way(sender, int(receiver), places, reason, coordinator))
+    failed = [(sender, int(peer), why) for sender, text in enumerate(found) for peer, why in json.loads(text).items()]
+    if failed:
+        with suppress(RuntimeError, CommError):  # whoever serves the store stays until all have read
+            _gather(store, "heard", rank, world_size, "", CONNECT_SECONDS, coordinator)
+        raise CommError(_no_way(places, failed, coordinator))
 
 
 def _listen(address: str, world_size: int) -> socket.socket:
@@ -215,16 +217,17 @@ def _try_all(rank: int, places: Sequence[Place]) -> Mapping[int, str]:
     return dict(sorted(failures.items()))
 
 
-def _no_way(sender: int, receiver: int, places: Sequence[Place], reason: str, coordinator: str) -> str:
+def _no_way(places: Sequence[Place], failed: Sequence[tuple[int, int, str]], coordinator: str) -> str:
+    """The first failure in words, how many others there are, and what to do."""
+    sender, receiver, reason = failed[0]
     here, there = places[sender], places[receiver]
+    others = f" ({len(failed) - 1} more of {len(places) * (len(places) - 1)} fail)" if len(failed) > 1 else ""
     text = (
         f"all ranks reached the rendezvous store at {coordinator}, but rank {sender} ({here.host}, {here.address}) "
-        f"cannot connect to rank {receiver} ({there.host}) at {there.address}:{there.port}: {reason}; "
+        f"cannot connect to rank {receiver} ({there.host}) at {there.address}:{there.port}: {reason}{others}; "
     )
     if is_loopback(there.address) and here.host != there.host:
-        return (
-            text + f"rank {receiver} listens on loopback: set GLOO_SOCKET_IFNAME on {there.host} to another interface"
-        )
+        return text + f"rank {receiver} listens on loopback: set GLOO_SOCKET_IFNAME on {there.host} to another card"
     return text + f"check the firewalls and the route between the two, or set GLOO_SOCKET_IFNAME on {there.host}"
 
 
