@@ -21,6 +21,7 @@ if typing.TYPE_CHECKING:
     from poseidon.planner.rules import choose_plan as choose_plan
     from poseidon.planner.search import search_plan as search_plan
     from poseidon.profile.graph import ModelProfile as ModelProfile
+    from poseidon.profile.measure import profile_model as profile_model
     from poseidon.runtime.attach import Run as Run
     from poseidon.runtime.join import init as init
     from poseidon.runtime.join import shutdown as shutdown
@@ -41,6 +42,7 @@ _HOMES = {
     "distribute": "poseidon.auto",
     "init": "poseidon.runtime.join",
     "probe_cluster": "poseidon.runtime.probing",
+    "profile_model": "poseidon.profile.measure",
     "search_plan": "poseidon.planner.search",
     "shutdown": "poseidon.runtime.join",
     "simulate": "poseidon.simulator",
@@ -57,6 +59,7 @@ __all__ = [
     "distribute",
     "init",
     "probe_cluster",
+    "profile_model",
     "search_plan",
     "shutdown",
     "simulate",

@@ -54,7 +54,7 @@ class StreamClock:
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """As the GPU counted them."""
-        return start.elapsed_time(end) / MILLISECONDS_PER_SECOND
+        return float(start.elapsed_time(end)) / MILLISECONDS_PER_SECOND
 
 
 def clock_of(device: torch.device) -> Clock:

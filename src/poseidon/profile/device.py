@@ -1,4 +1,4 @@
-"""How fast this device computes and copies, measured in a moment; seconds of one device are carried to another by it."""
+"""How fast this device computes and copies, measured in a moment: seconds are carried to another device by these."""
 
 import platform
 import time

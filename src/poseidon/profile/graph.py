@@ -1,10 +1,12 @@
 """A model as data: layers, their parameters, the structure of their gradients, their seconds. No tensors in here."""
 
 from enum import StrEnum
+from typing import Self
 
 from pydantic import Field
 
 from poseidon.artifact import Artifact, Value
+from poseidon.errors import ProfileError
 
 
 class GradientStructure(StrEnum):
@@ -73,6 +75,31 @@ class LayerSpec(Value):
         return sum(tensor.num_bytes for tensor in self.parameters)
 
     @property
+    def seconds(self) -> float:
+        """Forward and backward, local weight gradient included."""
+        return self.forward_seconds + self.backward_seconds + self.weight_gradient_seconds
+
+    def scaled(self, ratio: float, memory_bandwidth: float) -> Self:
+        """With a batch `ratio` times as large; see `ModelProfile.scaled_to_batch`."""
+        rows = max(1, round(self.rows * ratio)) if self.rows else 0
+        if self.structure is GradientStructure.ROWS:
+            rows = min(rows, self.matrix[0])
+        traffic = self.num_bytes / memory_bandwidth
+        is_lookup = self.structure is GradientStructure.ROWS  # it reads what the batch asks for, but writes all
+        return self.model_copy(
+            update={
+                "rows": rows,
+                "flops": round(self.flops * ratio),
+                "activation_num_bytes": round(self.activation_num_bytes * ratio),
+                "forward_seconds": _grown(self.forward_seconds, ratio, 0.0 if is_lookup else traffic),
+                "backward_seconds": _grown(self.backward_seconds, ratio, traffic),
+                "weight_gradient_seconds": _grown(self.weight_gradient_seconds, ratio, traffic),
+                "forward_spread_seconds": self.forward_spread_seconds * ratio,
+                "backward_spread_seconds": self.backward_spread_seconds * ratio,
+            }
+        )
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """(M, N) of the first parameter seen as a matrix: output features, input features; or rows, width."""
         shape = self.parameters[0].shape
@@ -80,6 +107,12 @@ class LayerSpec(Value):
         for size in shape[1:]:
             width *= size
         return shape[0], width
+
+
+def _grown(seconds: float, ratio: float, fixed: float) -> float:
+    """Seconds of a batch `ratio` times as large, where `fixed` of them do not depend on the batch."""
+    fixed = min(fixed, seconds)
+    return fixed + (seconds - fixed) * ratio
 
 
 class ComputeRates(Value):
@@ -135,6 +168,38 @@ class ModelProfile(Artifact):
     @property
     def seconds(self) -> float:
         """Forward and backward seconds of all layers, local weight gradients included."""
-        return sum(
-            layer.forward_seconds + layer.backward_seconds + layer.weight_gradient_seconds for layer in self.layers
+        return sum(layer.seconds for layer in self.layers)
+
+    def scaled_to_batch(self, batch_size: int) -> Self:
+        """An estimate for another batch: what depends on the batch grows with it, the rest stays.
+
+        Rows, operations and activations grow in proportion; an embedding has no more rows than its table. Of a layer's
+        seconds, those stay in which weights are read and gradients written, at the device's memory bandwidth where it
+        is known. What each call costs whatever it computes is taken to grow too, so a much smaller batch is
+        underestimated, and so is one that no longer fits into the caches.
+
+        Args:
+            batch_size: Samples per rank and step.
+
+        Raises:
+            ProfileError: The profile does not say which batch it is for, or the new one has no samples.
+        """
+        if batch_size < 1 or self.batch_size < 1:
+            raise ProfileError(
+                f"cannot scale the profile of {self.model} from {self.batch_size} to {batch_size} samples: "
+                "both need to be 1 or more"
+            )
+        ratio = batch_size / self.batch_size
+        bandwidth = self.device.memory_bandwidth if self.device is not None else float("inf")
+        layers = tuple(layer.scaled(ratio, bandwidth) for layer in self.layers)
+        seconds = sum(layer.seconds for layer in layers)
+        return self.model_copy(
+            update={
+                "batch_size": batch_size,
+                "layers": layers,
+                "step_seconds": self.step_seconds * seconds / self.seconds if self.seconds else 0.0,
+                "loader_seconds": self.loader_seconds * ratio,
+                "first_epoch_loader_seconds": self.first_epoch_loader_seconds * ratio,
+                "source": self.source and f"{self.source}; estimated from {self.batch_size} to {batch_size} samples",
+            }
         )

@@ -32,6 +32,49 @@ def owned_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     return owned
 
 
+def compiled_blocks(model: nn.Module) -> list[str]:
+    """Names of the modules that `torch.compile` or `module.compile()` has made one thing of; none inside another."""
+    blocks: list[str] = []
+    for name, module in model.named_modules():
+        if _is_compiled(module) and block_of(name, blocks) is None:
+            blocks.append(name)
+    return blocks
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def block_of(name: str, blocks: list[str]) -> str | None:
+    """The compiled block that a module is, or is a part of."""
+    return next((block for block in blocks if name == block or not block or name.startswith(f"{block}.")), None)
+
+
+def visible_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose calls tell layers apart, by name.
+
+    These are the modules that own trainable parameters, leaf modules without any, and compiled blocks, into which
+    nobody can look.
+    """
+    owned, blocks = owned_parameters(model), compiled_blocks(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name in blocks
+        or (block_of(name, blocks) is None and (name in owned or next(module.children(), None) is None))
+    }
+
+
+def visible_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The trainable parameters, each with the visible layer in whose backward its gradient is computed."""
+    blocks = compiled_blocks(model)
+    return [
+        (name if (block := block_of(name, blocks)) is None else block, parameter)
+        for name, parameters in owned_parameters(model).items()
+        for parameter in parameters.values()
+    ]
+
+
 def possible_structure(module: nn.Module, *, shared: set[int]) -> tuple[GradientStructure, str]:
     """What the gradient of a module's weight could be, and why it is dense where the kind of module allows more.
 
@@ -88,12 +131,16 @@ def shared_parameters(model: nn.Module) -> set[int]:
 
 def profile_structure(model: nn.Module) -> ModelProfile:
     """What can be said of a model without running it: layers in module order, possible structures, no rows."""
-    shared = shared_parameters(model)
+    shared, blocks = shared_parameters(model), compiled_blocks(model)
     layers = [
         layer_spec(name, model.get_submodule(name), parameters, shared)
         for name, parameters in owned_parameters(model).items()
     ]
-    return ModelProfile(model=type(model).__name__, batch_size=0, layers=tuple(layers))
+    return ModelProfile(
+        model=type(getattr(model, "_orig_mod", model)).__name__,
+        batch_size=0,
+        layers=tuple(layer if block_of(layer.name, blocks) is None else _as_compiled(layer) for layer in layers),
+    )
 
 
 def layer_spec(name: str, module: nn.Module, parameters: dict[str, nn.Parameter], shared: set[int]) -> LayerSpec:
@@ -154,8 +201,12 @@ class StepWatch:
 
     def __post_init__(self) -> None:
         base = profile_structure(self.model)
+        self._model_name = base.model
         self._layers = {layer.name: layer for layer in base.layers}
+        blocks = compiled_blocks(self.model)
         for layer in base.layers:
+            if block_of(layer.name, blocks) is not None:
+                continue  # it would be compiled again, with the hooks
             module = self.model.get_submodule(layer.name)
             self._handles.append(module.register_forward_pre_hook(lambda *_, n=layer.name: self._note_order(n)))
             if layer.structure is GradientStructure.DENSE:
@@ -243,7 +294,7 @@ class StepWatch:
             handle.remove()
         order = self._forward_order + [name for name in self._layers if name not in self._forward_order]
         return ModelProfile(
-            model=type(self.model).__name__,
+            model=self._model_name,
             batch_size=batch_size,
             layers=tuple(self._judge(self._layers[name]) for name in order),
         )
@@ -271,6 +322,12 @@ def _agrees(seen: _Seen) -> bool:
 
 def _as_dense(layer: LayerSpec, reason: str) -> LayerSpec:
     return layer.model_copy(update={"structure": GradientStructure.DENSE, "reason": reason})
+
+
+def _as_compiled(layer: LayerSpec) -> LayerSpec:
+    if layer.structure is GradientStructure.DENSE:
+        return layer
+    return _as_dense(layer, "it is compiled, and what goes in and out of it cannot be seen")
 
 
 def _sampled(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -226,6 +226,8 @@ class VirtualModel(nn.Module):
         if layer.structure is GradientStructure.OUTER_PRODUCT:
             return self._add_linear(layer, layer.rows or profile.batch_size or 1, flops_per_s)
         work = self._work(layer, layer.backward_seconds, (1,))
+        if not layer.parameters:
+            return lambda x: _Layer.apply(x, work)
         if layer.structure is GradientStructure.ROWS:
             return self._add_embedding(layer, work)
         if not layer.name:  # the model itself owns parameters
@@ -242,7 +244,8 @@ class VirtualModel(nn.Module):
         weight = dtype_of(layer.parameters[0])
         dtype = torch.bfloat16 if layer.factor_num_bytes < weight.itemsize else weight
         math = VirtualMath(self._clock, layer, rate, self._zeros)
-        work = self._work(layer, layer.backward_seconds + flops / rate, (rows, out_features))
+        weight_gradient_seconds = layer.weight_gradient_seconds or flops / rate
+        work = self._work(layer, layer.backward_seconds + weight_gradient_seconds, (rows, out_features))
         module = self._own(layer, VirtualLinear(work, math))
         return lambda x: module(_Resize.apply(x, (rows, in_features), dtype, None))
 
@@ -293,8 +296,8 @@ def virtual_model(profile: ModelProfile, *, flops_per_s: float | None = None, wr
 
     Args:
         profile: With seconds; the rows of its fully connected layers are those of one rank's batch.
-        flops_per_s: Rate at which a weight gradient is computed or rebuilt from factors; each layer's own rate in its
-            forward pass if left out.
+        flops_per_s: Rate at which a weight gradient is rebuilt from factors, and computed where the profile does not
+            say how long that takes; each layer's own rate in its forward pass if left out.
         writable: Whether parameters have memory, which `sharded_server` needs. Layers share it, so it is as much as
             the largest parameter. Without it, the elements of a parameter share one number.
 
