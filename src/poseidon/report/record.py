@@ -196,7 +196,7 @@ def _settled(steps: Sequence[Step], first: int) -> Sequence[Step]:
 
 
 def _last_change(facts: Facts) -> int:
-    return max((event.exchange for event in facts.events if event.kind in CHANGES), default=0)
+    return max((event.exchange for event in facts.events if event.kind in CHANGES), default=-1)
 
 
 def _predict(folder: Path, facts: Facts, plan: Plan | None, *, given: bool) -> Sequence[Timeline]:

@@ -37,7 +37,7 @@ def _figures_table(figures: Figures) -> Table:
     table.add_column(no_wrap=True)
     table.add_column()
     for name, text in _lines(figures):
-        table.add_row(name, text)
+        table.add_row(name, Text(text))
     return table
 
 
@@ -104,7 +104,7 @@ def _exchanges_table(exchanges: tuple[ExchangeFigures, ...]) -> Table:
         if one in longest:
             predicted = one.predicted_transfer_seconds
             table.add_row(
-                one.label,
+                Text(one.label),
                 one.scheme,
                 format_traffic(one.bytes_sent),
                 format_seconds(one.transfer_seconds),
