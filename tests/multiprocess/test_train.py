@@ -15,6 +15,8 @@ from safetensors.torch import load_model
 from poseidon.cli.train import train
 from poseidon.errors import ConfigError
 from poseidon.plan import Plan
+from poseidon.report.figures import compute_figures
+from poseidon.report.record import RunRecord
 from poseidon.runtime import trainer
 from poseidon.tasks import load_task
 from poseidon.timeline import Timeline
@@ -145,14 +147,46 @@ def test_the_folder_is_complete(tmp_path: Path, task_file: str) -> None:
     assert facts["surroundings"]["world_size"] == 2
     assert facts["surroundings"]["torch"] == torch.__version__
     assert facts["result"]["num_samples"] == NUM_TRAIN + 2 * 2 * BATCH
+    assert facts["baseline"]["batch_size"] == BATCH
+    assert facts["baseline"]["samples_per_s"] > 0
+    for when in ("start", "end"):
+        assert facts["clocks"][when][0]["offset_seconds"] == 0
+        assert facts["clocks"][when][1]["uncertainty_seconds"] > 0
+    assert sorted({layer for layers in facts["exchanges"].values() for layer in layers}) == ["embedding", "hidden"]
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert [(step["step"], step["epoch"]) for step in steps] == [(i, i // 5) for i in range(7)]
     timeline = Timeline.load(folder / "timeline.jsonl")
     assert [(step.index, step.rank) for step in timeline.steps] == [(i, rank) for i in range(7) for rank in range(2)]
     assert Plan.load(folder / "plan.json").world_size == 2
+    seen = {(interval.activity.value, interval.name) for step in timeline.steps for interval in step.intervals}
+    whole = {(activity, "") for activity in ("loader", "forward", "backward", "optimizer")}
+    assert seen >= whole | {("forward", "loss"), ("exposed", "losses")}
     assert list((folder / "tensorboard").iterdir())
     assert "waiting for a slow rank" in output
     assert max(len(line) for line in output.splitlines() if "%" in line and "plan" not in line) <= 80
+
+
+def report_rank(rank, world_size, task, folder, options):
+    train(task, out=folder, steps=9, **options)
+    if rank != 0:
+        return None
+    record = RunRecord.load(folder)
+    return compute_figures(record)
+
+
+def test_the_folder_can_be_reported_on(tmp_path: Path, task_file: str) -> None:
+    (figures, _) = run_ranks(2, report_rank, task_file, tmp_path / "run", {"plan": "all_reduce"}, init=False)
+    assert figures.efficiency is not None
+    assert figures.summary.num_steps == 9
+    assert {layer for one in figures.exchanges for layer in one.layers} == {"embedding", "hidden"}
+    assert all(one.scheme == "all_reduce" and one.bytes_sent > 0 for one in figures.exchanges)
+
+
+def test_the_baseline_can_be_left_out_and_changes_no_number(tmp_path: Path, task_file: str) -> None:
+    for name, options in (("with", {}), ("without", {"baseline": False})):
+        run_ranks(2, train_rank, task_file, {"steps": 5, "out": tmp_path / name, **options}, init=False)
+    assert json.loads((tmp_path / "without" / "run.json").read_text())["baseline"] is None
+    assert read_losses(tmp_path / "with") == read_losses(tmp_path / "without")
 
 
 def test_a_plan_from_a_folder_can_be_used_again(tmp_path: Path, task_file: str) -> None:
