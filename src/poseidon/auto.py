@@ -1,14 +1,17 @@
 """Measure, plan and attach in one call."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from poseidon.cluster.rates import Rates
 from poseidon.comm.group import Group
 from poseidon.errors import ConfigError
 from poseidon.plan import Plan, uniform_plan
-from poseidon.planner.rules import choose_plan
+from poseidon.planner.search import search_plan
+from poseidon.profile.graph import ModelProfile
 from poseidon.profile.structure import StepWatch, profile_structure
 from poseidon.runtime.adoption import Adoption, observation_schemes
 from poseidon.runtime.attach import Run, attach
@@ -23,6 +26,7 @@ def distribute(
     optimizer: torch.optim.Optimizer | None = None,
     plan: Plan | str | Path = "auto",
     *,
+    allow: str = "exact",
     group: Group | None = None,
 ) -> Run:
     """Trains a model on all ranks together, in place; the training loop stays as it is.
@@ -32,8 +36,9 @@ def distribute(
     Args:
         model: Built alike on every rank.
         optimizer: Any `torch.optim` optimizer over the model's parameters; a plan that uses `sharded_server` needs it.
-        plan: `"auto"` watches the first step, measures the links and chooses layer by layer; `"all_reduce"` is plain
-            all-reduce; a `Plan` or the path of one is used as it is.
+        plan: `"auto"` watches the first steps, measures the links and searches for the fastest plan; `"all_reduce"` is
+            plain all-reduce; a `Plan` or the path of one is used as it is.
+        allow: How far the mathematics may bend under `"auto"`: `"exact"`, `"rounded"`, `"compressed"`, `"relaxed"`.
         group: The ranks; those that `poseidon.init()` has joined if left out.
 
     Returns:
@@ -60,8 +65,12 @@ def distribute(
     if group.world_size == 1:
         return attach(model, optimizer, plain, group)
     watch = StepWatch(model)
-    run = attach(model, optimizer, plain, group)
-    Adoption(run, watch, lambda profile, rates, arrival, sparse: choose_plan(profile, rates, arrival, sparse=sparse))
+    run = attach(model, optimizer, plain.model_copy(update={"wait_free": False}), group)
+
+    def choose(profile: ModelProfile, rates: Rates, arrival: Sequence[str], sparse: Sequence[str]) -> Plan:
+        return search_plan(profile, rates, arrival=arrival, sparse=sparse, allow=allow)
+
+    Adoption(run, watch, choose)
     return run
 
 

@@ -174,5 +174,10 @@ def test_several_links_are_named_up_to_a_number():
     )
 
 
+def test_one_that_was_only_held_up_by_the_slow_one_is_not_named():
+    said = blame_links(HOSTS, speeds(FAST, FAST, FAST), speeds(FAST / 2, FAST, SLOW), slower=True)
+    assert said == "the link of host2 (rank 2) moves 100Mbit/s instead of 1Gbit/s"
+
+
 def test_links_that_are_as_they_were_are_not_blamed():
     assert blame_links(HOSTS, speeds(FAST, FAST, FAST), speeds(FAST * 0.9, FAST * 1.1, FAST), slower=True) == ""

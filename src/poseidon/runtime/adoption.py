@@ -1,142 +1,123 @@
-"""From the first step to a settled plan: watch, measure, choose, compare, aloud.
+"""From the first step to a settled plan, and to another when that no longer holds: watch, measure, choose, compare.
 
-The first step runs as plain all-reduce while the gradients' structure, rows and order are watched. Then the links are
-measured for a second, rank 0 chooses, and every rank adopts the same plan. It is not believed, but compared: plan and
-plain all-reduce take turns for a few steps, and the slower one is dropped. Every step of this is as exact as any
-other.
+The first steps run as plain all-reduce while the gradients' structure, rows and order and the layers' seconds are
+watched. Then the links are measured for a second, rank 0 chooses, and every rank adopts the same plan. It is not
+believed, but compared: plan and plain all-reduce take turns for a few steps, and the slower one is dropped. From then
+on a monitor holds it to its word. If steps depart from what they took for long, links are measured again, rank 0
+chooses again, and the new plan has to win against the present one. All of it is said, and every step of it is as exact
+as any other.
 """
 
-import json
-import logging
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from poseidon.cluster.rates import UNLIMITED, Rates
+from poseidon.cluster.rates import UNLIMITED, HostRates, Rates
 from poseidon.comm import AllReduce, SparseRows
 from poseidon.comm.probe import measure_rates
 from poseidon.comm.sufficient_factor import LinearMath
-from poseidon.plan import Plan
+from poseidon.plan import Plan, uniform_plan
 from poseidon.profile.graph import GradientStructure, ModelProfile
-from poseidon.profile.structure import StepWatch, merge
+from poseidon.profile.structure import StepWatch
 from poseidon.runtime.attach import Run
+from poseidon.runtime.departure import LASTING_RATIO, Departure
 from poseidon.runtime.monitor import Monitor
+from poseidon.runtime.observation import Observation, Observed
+from poseidon.runtime.surroundings import find_hosts
+from poseidon.runtime.trial import Trial, Verdict
 from poseidon.units import format_bandwidth, format_flops_per_s, format_seconds
-
-log = logging.getLogger(__name__)
 
 Chooser = Callable[[ModelProfile, Rates, Sequence[str], Sequence[str]], Plan]
 """From profile, rates, order of arrival and the layers with sparse gradients to a plan."""
 
-WARM_UP_STEPS = 1
-"""Steps after a change of plan that do not count."""
-COUNTED_STEPS = 2
-"""Steps in a turn that count."""
-MOST_ROUNDS = 3
-CLEAR_RATIO = 1.3
-"""A plan that is so much faster is kept after the first round; one that seems slower is dropped only after the last."""
-TOLERANCE = 1.02
-"""The plan stays unless plain all-reduce is faster by more than this: what is left is noise."""
 PROBED_ELEMENTS = 2**22
 """A gradient of at most this many elements is rebuilt to measure the rate: a fraction of a second on any processor."""
 
 
 class Adoption:
-    """Leads one run from observation to a settled plan. Its `exchanged` is called after each exchange, on all ranks."""
+    """Leads one run from observation to a settled plan, and through whatever happens to it.
+
+    Args:
+        run: Just attached, as plain all-reduce.
+        watch: Installed before that.
+        choose: Called on rank 0.
+    """
 
     def __init__(self, run: Run, watch: StepWatch, choose: Chooser) -> None:
         self._run = run
-        self._watch: StepWatch | None = watch
         self._choose = choose
         self._sparse = sparse_layers(run)
-        self._plans: dict[str, Plan] = {}
-        self._turn = "plan"
-        self._left = 0
-        self._seconds: dict[str, list[float]] = {"plan": [], "plain": []}
-        self._round = 0
+        self._observation = Observation(run, watch)
+        self._observed: Observed | None = None
+        self._monitor: Monitor | None = None
         run.settled = False
         run.label = "observation"
-        run.on_exchanged = self.exchanged
+        run.on_exchanged = self._observe
 
-    def exchanged(self) -> None:
-        """Advances by one step."""
-        if self._watch is not None:
-            self._adopt_first(self._watch)
-            self._watch = None
+    def _observe(self) -> None:
+        if not self._observation.is_over():
             return
-        self._left -= 1
-        if self._left < COUNTED_STEPS:
-            self._seconds[self._turn].append(self._run.recorder.timeline.steps[-1].seconds)
-        if self._left == 0:
-            self._next_turn()
+        self._observed = self._observation.gather()
+        plan = self._make_plan()
+        plain = _plain(plan, self._sparse)
+        self._run.note("planned", f"plan from exchange {self._run.num_exchanges} on: {_promise(plan)}")
+        if _goes_like(plan, plain):
+            self._settle(plan)
+        else:
+            self._compare(plan, plain, ("the plan", "plain all-reduce"), label="trial_plain")
 
-    def _adopt_first(self, watch: StepWatch) -> None:
-        run = self._run
-        profiles = run.group.all_gather_text(watch.profile().to_json(), "gathering what was observed")
-        profile = merge([ModelProfile.parse(text, source="what a rank observed") for text in profiles])
-        rates = measure_rates(run.group, _rebuild_of(profile, run))
+    def _make_plan(self) -> Plan:
+        """Measures the links, says so, and has rank 0 choose."""
+        run, observed = self._run, self._observed
+        assert observed is not None
+        rates = measure_rates(run.group, _rebuild_of(observed.profile, run))
+        run.rates = _with_hosts(rates, find_hosts(run.group), observed.compute_scales)
+        run.note("measured", f"measured {_in_words(run.rates)}")
+        chosen = None
+        if run.group.rank == 0:
+            chosen = self._choose(observed.profile, run.rates, self._arrival(observed.profile), self._sparse)
+        plan = Plan.parse(run.group.broadcast_text(chosen.to_json() if chosen else ""), source="rank 0's plan")
         run.recorder.restart()
-        seen = list(dict.fromkeys(run.last_arrivals))
-        names = {layer.name for layer in profile.trainable}
-        arrival = [n for n in seen if n in names] + [n.name for n in reversed(profile.trainable) if n.name not in seen]
-        chosen = self._choose(profile, rates, arrival, self._sparse) if run.group.rank == 0 else None
-        text = run.group.broadcast_text(chosen.to_json() if chosen else "")
-        plan = Plan.parse(text, source="rank 0's plan")
-        self._plans = {"plan": plan, "plain": _plain(plan, self._sparse)}
-        self._say(f"measured {_in_words(rates)}")
-        self._say(f"plan from exchange {run.num_exchanges} on: {plan.summary()}")
-        if plan.schemes == self._plans["plain"].schemes:
-            self._settle("plan")
-        else:
-            self._take_turn("plan")
+        return plan
 
-    def _take_turn(self, turn: str) -> None:
-        self._turn = turn
-        self._left = WARM_UP_STEPS + COUNTED_STEPS
-        self._run.adopt(self._plans[turn], "trial" if turn == "plan" else "trial_plain")
+    def _arrival(self, profile: ModelProfile) -> list[str]:
+        """As seen in the last exchange; what did not arrive, in the reverse order of forward."""
+        names = [layer.name for layer in reversed(profile.trainable)]
+        return list(dict.fromkeys([*(name for name in self._run.last_arrivals if name in set(names)), *names]))
 
-    def _next_turn(self) -> None:
-        if self._turn == "plan":
-            self._take_turn("plain")
-            return
-        self._round += 1
-        medians = self._slowest_medians()
-        ratio = medians["plain"] / medians["plan"]
-        if self._round < MOST_ROUNDS and ratio < CLEAR_RATIO:
-            self._take_turn("plan")
-            return
-        times = f"{format_seconds(medians['plan'])} a step against {format_seconds(medians['plain'])}"
-        if ratio * TOLERANCE >= 1:
-            self._say(f"the plan stays: {times} with plain all-reduce, {ratio:.2f} times as fast")
-            self._settle("plan")
-        else:
-            self._say(
-                f"the plan is dropped for plain all-reduce, which is {1 / ratio:.2f} times as fast: {times}", loud=True
-            )
-            self._settle("plain")
+    def _compare(self, plan: Plan, other: Plan, names: tuple[str, str], *, label: str) -> None:
+        """Has both take turns, called `names` in what is said, and settles on the faster one."""
 
-    def _slowest_medians(self) -> dict[str, float]:
-        everyone = [
-            json.loads(text)
-            for text in self._run.group.all_gather_text(
-                json.dumps(self._seconds), "comparing the plan with plain all-reduce"
-            )
-        ]
-        return {
-            turn: statistics.median(max(times) for times in zip(*(one[turn] for one in everyone), strict=True))
-            for turn in self._seconds
-        }
+        def end(verdict: Verdict) -> None:
+            first = self._monitor is None
+            kind = "kept" if verdict.stays else "dropped"
+            self._run.note(kind, verdict.in_words(*names), loud=first and not verdict.stays)
+            self._settle(plan if verdict.stays else other)
 
-    def _settle(self, turn: str) -> None:
-        self._run.adopt(self._plans[turn], "plan")
+        Trial(self._run, plan, other, label=label, on_end=end)
+
+    def _settle(self, plan: Plan) -> None:
+        self._run.adopt(plan, "plan")
         self._run.recorder.restart()
         self._run.settled = True
-        Monitor(self._run)
+        if self._monitor is None:
+            self._monitor = Monitor(self._run, self._replan)
+        else:
+            self._monitor.restart()
 
-    def _say(self, text: str, *, loud: bool = False) -> None:
-        if self._run.group.rank == 0:
-            log.log(logging.WARNING if loud else logging.INFO, "%s", text)
+    def _replan(self, departure: Departure) -> None:
+        assert self._observed is not None
+        profile, scales = self._observed
+        growth = [ratio if _has_changed(ratio) else 1.0 for ratio in departure.compute_growth()]
+        self._observed = Observed(profile, [scale * more for scale, more in zip(scales, growth, strict=True)])
+        present = self._run.plan.model_copy(update={"predicted": None})
+        plan = self._make_plan()
+        if _goes_like(plan, present):
+            self._run.note("kept", f"no other plan is better now: {_promise(plan)}")
+            self._settle(plan)
+        else:
+            self._run.note("planned", f"another plan from exchange {self._run.num_exchanges} on: {_promise(plan)}")
+            self._compare(plan, present, ("the new plan", "the one so far"), label="trial_present")
 
 
 def sparse_layers(run: Run) -> list[str]:
@@ -150,7 +131,35 @@ def observation_schemes(profile: ModelProfile, sparse: Sequence[str]) -> dict[st
 
 
 def _plain(plan: Plan, sparse: Sequence[str]) -> Plan:
-    return Plan.model_validate({**dict(plan), "schemes": observation_schemes(plan.profile, sparse)})
+    """The same layers, arrival and connections without anything that was chosen."""
+    return uniform_plan(
+        plan.profile, plan.world_size, observation_schemes(plan.profile, sparse), arrival=plan.arrival
+    ).model_copy(update={"connections": plan.connections})
+
+
+def _goes_like(plan: Plan, other: Plan) -> bool:
+    """Whether two plans do the same, whatever they predict and know."""
+    unsaid: dict[str, object] = {"predicted": None, "choices": {}, "profile": plan.profile}
+    return plan.model_copy(update=unsaid) == other.model_copy(update=unsaid)
+
+
+def _promise(plan: Plan) -> str:
+    if plan.predicted is None:
+        return plan.summary()
+    return f"{plan.summary()}; predicted {format_seconds(plan.predicted.step_seconds)} a step"
+
+
+def _has_changed(ratio: float) -> bool:
+    return not 1 / LASTING_RATIO <= ratio <= LASTING_RATIO
+
+
+def _with_hosts(rates: Rates, hosts: Mapping[str, Sequence[int]], compute_scales: Sequence[float]) -> Rates:
+    """The rates with the hosts' names, and how much slower than the profile each computes: as its slowest rank."""
+    named = tuple(
+        HostRates(name=name, num_ranks=len(ranks), compute_scale=max(compute_scales[rank] for rank in ranks))
+        for name, ranks in hosts.items()
+    )
+    return Rates.model_validate({**dict(rates), "hosts": named})
 
 
 def _rebuild_of(profile: ModelProfile, run: Run) -> Callable[[], int] | None:

@@ -1,14 +1,17 @@
 """Who is to blame for a departure, in words: ranks whose own time changed, or hosts whose links did."""
 
 from collections.abc import Mapping, Sequence
+from math import sqrt
 
 from poseidon.comm.link_probe import LinkSpeed
-from poseidon.runtime.departure import LASTING_RATIO, Suspect
+from poseidon.runtime.departure import Suspect
 from poseidon.units import format_bandwidth, format_seconds
 
 Hosts = Mapping[str, Sequence[int]]
 """The ranks of each host by its name, in the order of ranks."""
 
+CHANGED_RATIO = 1.4
+"""A short probe of a link that is as it was may be off by less than this."""
 MOST_NAMED = 3
 _SPENT_ON = {"computing": "computing", "loader": "waiting for samples", "other": "outside forward, backward and update"}
 
@@ -37,12 +40,14 @@ def blame_links(hosts: Hosts, before: Sequence[LinkSpeed], now: Sequence[LinkSpe
             "sends": (there.send, here.send),
             "receives": (there.receive, here.receive),
         }
-        if found := {verb: pair for verb, pair in changes.items() if _ratio(pair, slower) > LASTING_RATIO}:
+        if found := {verb: pair for verb, pair in changes.items() if _ratio(pair, slower) > CHANGED_RATIO}:
             verb, pair = max(found.items(), key=lambda item: _ratio(item[1], slower))
             changed[f"{host} ({_ranks(ranks)})"] = (verb if len(found) == 1 else "moves", pair)
     if not changed:
         return ""
-    names = sorted(changed, key=lambda name: -_ratio(changed[name][1], slower))
+    ratios = {name: _ratio(pair, slower) for name, (_, pair) in changed.items()}
+    worst = max(ratios.values())
+    names = sorted((name for name in ratios if ratios[name] >= sqrt(worst)), key=lambda name: -ratios[name])
     verb, (speed_before, speed_now) = changed[names[0]]
     speeds = f"{format_bandwidth(speed_now)} instead of {format_bandwidth(speed_before)}"
     if len(names) == len(hosts) == 2:  # both are at the ends of whatever has changed

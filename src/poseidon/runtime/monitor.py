@@ -47,7 +47,6 @@ class Monitor:
         self._links: list[LinkSpeed] = []
         """What each host's link moved when it was last probed; nothing where there is one host only."""
         run.recorder.on_step.append(self._note)
-        run.on_detach = self.close
         self.restart()
 
     def restart(self) -> None:
@@ -55,7 +54,7 @@ class Monitor:
         self._watch.restart()
         self._readings = []
         self._skip = WARM_UP_STEPS
-        self._run.on_exchanged = self.exchanged
+        self._run.on_exchanged, self._run.on_detach = self.exchanged, self.close
 
     def close(self) -> None:
         """Ends the watching, on all ranks after the same exchange."""
