@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +10,7 @@ from poseidon.cluster.curve import Curve
 from poseidon.comm import AllReduce, SparseRows, SufficientFactor
 from poseidon.plan import Plan, uniform_plan
 from poseidon.planner.rules import choose_plan, paper_prefers_factors
-from poseidon.planner.search import search_plan
+from poseidon.planner.search import PRICE_OF_DEFERRAL, search_plan
 from poseidon.profile.graph import GradientStructure
 from poseidon.simulator import simulate
 from support.models_as_data import dense, linear, model, rates
@@ -86,8 +87,18 @@ def everything(profile, group):
 @given(profile=profiles(most=3), group=groups())
 def test_a_small_space_is_searched_to_the_end(profile, group):
     plan = search_plan(profile, group)
-    best = min(simulate(profile, other, group).step_seconds for other in everything(profile, group))
-    assert plan.predicted.step_seconds <= best * (1 + 1e-5)
+    seconds = {
+        late: [
+            simulate(profile, other, group).step_seconds
+            for other in everything(profile, group)
+            if late is bool(other.deferred)
+        ]
+        for late in (False, True)
+    }
+    price = 1 + PRICE_OF_DEFERRAL
+    best = min(*seconds[False], *(price * step for step in seconds[True]))
+    found = plan.predicted.step_seconds * (price if plan.deferred else 1)
+    assert found == pytest.approx(best, rel=1e-5)
 
 
 @settings(max_examples=25)

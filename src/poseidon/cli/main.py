@@ -35,6 +35,8 @@ class Verb:
 
 VERBS = {
     "profile": Verb(module="poseidon.cli.profile", help="Measure what each layer of a model costs in a step."),
+    "plan": Verb(module="poseidon.cli.plan", help="Say before a run what N hosts will give, with which plan, and why."),
+    "simulate": Verb(module="poseidon.cli.simulate", help="Predict the steps of a plan on a cluster."),
     "train": Verb(module="poseidon.cli.train", help="Train a task, on one process or over several hosts."),
     "report": Verb(module="poseidon.cli.report", help="Say what a run achieved, what limited it, and was predicted."),
     "bench": Verb(module="poseidon.cli.bench", help="Race Poseidon against DDP or one scheme, step by step in turns."),

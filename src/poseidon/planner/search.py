@@ -43,6 +43,8 @@ PATIENCE = 8
 """How often in a row it does so in vain."""
 NEAR = 0.002
 """Share above the lower bound from which on nothing more is worth looking for."""
+PRICE_OF_DEFERRAL = 0.01
+"""Share of a step that deferred transfers have to gain: while they are under way a gradient is not final yet."""
 LEAST_GAIN = 1e-6
 """Share of a step by which a plan has to be faster than a plainer one."""
 
@@ -56,6 +58,8 @@ def search_plan(
     arrival: Sequence[str] = (),
     sparse: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
+    memory_num_bytes: int | None = None,
+    effort: float = 1.0,
 ) -> Plan:
     """The plan with the shortest predicted step, and what was predicted.
 
@@ -68,6 +72,8 @@ def search_plan(
         sparse: Layers whose gradients autograd makes sparse; only `sparse_rows` carries these.
         overrides: What is not up for choice: `layers.NAME.scheme`, `layers.NAME.FIELD`, `connections`, `wait_free`,
             `deferred`, `order`, `buckets`.
+        memory_num_bytes: What a rank may use; the smallest device of a cluster if left out.
+        effort: How much is simulated, as a multiple of what takes some seconds; less where many plans are compared.
 
     Returns:
         A plan for all ranks, with `predicted` and `choices`.
@@ -80,17 +86,29 @@ def search_plan(
         >>> plan = poseidon.search_plan(profile, poseidon.ClusterSpec.load("lab.toml"))
         >>> plan.save("plan.json")
     """
-    if isinstance(cluster, ClusterSpec):
-        rates = rates_of(cluster, device=profile.device, num_hosts=num_hosts)
-        limit = memory_limit(cluster, num_hosts)
-    else:
-        rates, limit = cluster, None
+    rates, limit = _rates_and_limit(cluster, profile, num_hosts)
+    limit = memory_num_bytes or limit
     space = make_space(profile, rates, allow=allow, arrival=arrival, sparse=sparse, overrides=overrides)
-    judge = Judge(profile, rates, limit)
-    best = every_plan(space, judge) if 3 * space.num_plans < judge.most else neighbours(space, judge)
+    judge = Judge(profile, rates, limit, effort=effort)
+    best = find_plan(space, judge)
     if math.isinf(judge(best)):
         check_memory(min((memory_of(plan, rates) for plan in _whole_plans(space)), key=lambda m: m.total), limit)
     return Plan.model_validate(dict(explain_choices(best, space, judge)))
+
+
+def _rates_and_limit(
+    cluster: ClusterSpec | Rates, profile: ModelProfile, num_hosts: int | None
+) -> tuple[Rates, int | None]:
+    if isinstance(cluster, Rates):
+        return cluster, None
+    return rates_of(cluster, device=profile.device, num_hosts=num_hosts), memory_limit(cluster, num_hosts)
+
+
+def find_plan(space: Space, judge: "Judge") -> Plan:
+    """The best of all plans where they are few, else of those that a search comes by."""
+    if space.rates.world_size == 1:  # nothing crosses a network
+        return space.plain
+    return every_plan(space, judge) if 3 * space.num_plans < judge.most else neighbours(space, judge)
 
 
 def memory_limit(cluster: ClusterSpec, num_hosts: int | None = None) -> int | None:
@@ -106,23 +124,29 @@ class Judge:
         profile: The model.
         rates: The group of ranks.
         memory_num_bytes: What a rank may use; None where nobody said.
+        effort: A multiple of what may be simulated.
     """
 
-    def __init__(self, profile: ModelProfile, rates: Rates, memory_num_bytes: int | None = None) -> None:
+    def __init__(
+        self, profile: ModelProfile, rates: Rates, memory_num_bytes: int | None = None, *, effort: float = 1.0
+    ) -> None:
         self._profile = profile
         self._rates = rates
         self._limit = memory_num_bytes
         self._known: dict[Hashable, float] = {}
         kinds = len({host.model_copy(update={"name": ""}) for host in rates.hosts})
         size = kinds * max(1, len(profile.layers))
-        self.most = max(FEWEST_STEPS, min(MOST_STEPS, LAYER_STEPS // size))
+        self.most = max(FEWEST_STEPS, round(effort * min(MOST_STEPS, LAYER_STEPS / size)))
         """How many steps may be simulated."""
         self.num_steps = 0
         self.reserve = 0
         """How many of them are kept for later."""
 
     def __call__(self, plan: Plan) -> float:
-        """Seconds of a step; infinite where the plan does not fit into memory, or no more may be simulated."""
+        """Seconds of a step, with a price on deferral.
+
+        Infinite where the plan does not fit into memory, or no more may be simulated.
+        """
         key = (tuple(plan.schemes.values()), plan.buckets, plan.order, plan.deferred, plan.connections)
         if key not in self._known:
             if self.is_spent:
@@ -145,7 +169,8 @@ class Judge:
             return math.inf
         num_steps = 3 if plan.deferred else 2  # else nothing of a step reaches beyond the next one's beginning
         self.num_steps += num_steps
-        return simulate(self._profile, plan, self._rates, num_steps=num_steps).step_seconds
+        seconds = simulate(self._profile, plan, self._rates, num_steps=num_steps).step_seconds
+        return seconds * (1.0 + PRICE_OF_DEFERRAL) if plan.deferred else seconds
 
 
 def min_by_gain(first: Plan, others: Iterable[Plan], judge: Callable[[Plan], float]) -> Plan:
@@ -386,7 +411,7 @@ def _alike(names: Sequence[str], plan: Plan) -> bool:
 def explain_choices(plan: Plan, space: Space, judge: Judge) -> Plan:
     """The plan with what was predicted for it, and for each layer what its schemes cost and what came second."""
     profile, rates = space.profile, space.rates
-    runners_up = _runners_up(plan, space, judge)
+    runners_up = _runners_up(plan, space, judge) if rates.world_size > 1 else {}
     simulation = simulate(profile, plan, rates)
     hidden, exposed = _by_layer(simulation, plan, rates)
     choices = {}
@@ -430,7 +455,8 @@ def _runners_up(plan: Plan, space: Space, judge: Judge) -> dict[str, tuple[str, 
         others = [scheme for scheme in space.candidates[name] if scheme != plan.schemes[name]]
         steps = {scheme: judge(space.with_scheme(plan, [name], scheme)) for scheme in others}
         second = min(others, key=lambda s: (steps[s], s.cost(layers[name], space.rates).seconds))
-        found[name] = (label(second), steps[second] if math.isfinite(steps[second]) else 0.0)
+        price = 1.0 + PRICE_OF_DEFERRAL if plan.deferred else 1.0
+        found[name] = (label(second), steps[second] / price if math.isfinite(steps[second]) else 0.0)
     return found
 
 
