@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from poseidon.report.chrome_trace import MEASURED_PID, PREDICTED_PID, WIRE_TID, make_trace, write_trace
+from poseidon.report.chrome_trace import MEASURED_PID, PIDS_PER_RANK, PREDICTED_PID, make_trace, write_trace
 from poseidon.report.record import RunRecord
 from support import runs
 
@@ -55,9 +55,9 @@ def test_every_thread_and_process_has_a_name(trace: Event) -> None:
     assert {(event["pid"], event["tid"]) for event in slices(trace)} == named
     assert processes == {
         MEASURED_PID: "rank 0",
-        MEASURED_PID + 1: "rank 1",
+        MEASURED_PID + PIDS_PER_RANK: "rank 1",
         PREDICTED_PID: "rank 0, predicted step",
-        PREDICTED_PID + 1: "rank 1, predicted step",
+        PREDICTED_PID + PIDS_PER_RANK: "rank 1, predicted step",
     }
 
 
@@ -73,7 +73,8 @@ def test_a_transfer_says_what_it_carries(trace: Event) -> None:
     assert first["args"]["bytes"] == 3_000_000
     assert first["args"]["bytes_per_s"] == pytest.approx(1e8, rel=1e-3)
     assert first["args"]["layers"] == "head, conv"
-    assert first["tid"] >= WIRE_TID
+    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert names[first["tid"]] == "on the wire"
 
 
 def test_the_predicted_step_begins_where_the_typical_one_does(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_the_file_is_json(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.json", record)
     loaded = json.loads((tmp_path / "trace.json").read_text())
     assert loaded["otherData"]["task"] == "synthetic"
-    assert {event["pid"] for event in loaded["traceEvents"]} == {MEASURED_PID, MEASURED_PID + 1}
+    assert {event["pid"] for event in loaded["traceEvents"]} == {MEASURED_PID, MEASURED_PID + PIDS_PER_RANK}
 
 
 def test_a_run_without_steps_gives_an_empty_trace(tmp_path: Path) -> None:

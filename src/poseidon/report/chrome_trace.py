@@ -19,10 +19,9 @@ from poseidon.report.record import RunRecord
 from poseidon.timeline import Activity, Interval, Step
 from poseidon.units import MICROSECONDS
 
-MEASURED_PID, PREDICTED_PID = 1, 100_001
-"""Of rank 0; zero means something else to viewers."""
-STEPS_TID, TRAINING_TID, WIRE_TID = 1, 2, 100
-"""Of the first row; those between the last two belong to the training thread, should its intervals ever overlap."""
+MEASURED_PID, PREDICTED_PID, PIDS_PER_RANK = 1, 2, 2
+"""Of rank 0; viewers sort by them, and zero means something else there."""
+STEPS_TID, TRAINING_TID = 1, 2
 COLORS = {
     Activity.FORWARD: "thread_state_running",
     Activity.BACKWARD: "rail_animation",
@@ -53,7 +52,7 @@ def make_trace(record: RunRecord) -> Event:
     for timeline in record.timelines:
         if timeline.steps:
             rank = timeline.steps[0].rank
-            events += _process(MEASURED_PID + rank, f"rank {rank}", timeline.steps, start, record)
+            events += _process(MEASURED_PID + PIDS_PER_RANK * rank, f"rank {rank}", timeline.steps, start, record)
     events += _predicted(record, start)
     facts = record.facts
     about = {"task": facts.task, "run": str(record.folder), "where": facts.surroundings.sentence(), "plan": facts.plan}
@@ -67,28 +66,21 @@ def _predicted(record: RunRecord, start: float) -> Iterator[Event]:
         if step is not None:
             moved = step.shifted(measured.start - step.start)
             name = f"rank {measured.rank}, predicted step"
-            moved = moved.model_copy(update={"rank": measured.rank})
-            yield from _process(PREDICTED_PID + measured.rank, name, [moved], start, record)
+            yield from _process(PREDICTED_PID + PIDS_PER_RANK * measured.rank, name, [moved], start, record)
 
 
 def _process(pid: int, name: str, steps: Sequence[Step], start: float, record: RunRecord) -> Iterator[Event]:
-    predicted = pid >= PREDICTED_PID
     yield _metadata("process_name", pid, STEPS_TID, name=name)
-    yield _metadata("process_sort_index", pid, STEPS_TID, sort_index=2 * steps[0].rank + predicted)
+    yield _metadata("process_sort_index", pid, STEPS_TID, sort_index=pid)
     intervals = [interval for step in steps for interval in step.intervals]
     yield _metadata("thread_name", pid, STEPS_TID, name="steps")
+    yield _metadata("thread_sort_index", pid, STEPS_TID, sort_index=STEPS_TID)
     for step in steps:
         yield _slice(pid, STEPS_TID, f"step {step.index}", "step", (step.start, step.end), start, scheme=step.scheme)
-    yield from _thread(pid, TRAINING_TID, "training thread", nested(training_thread(intervals)), start, record)
-    yield from _thread(pid, WIRE_TID, "on the wire", side_by_side(transfers(intervals)), start, record)
-
-
-def _thread(
-    pid: int, first_tid: int, name: str, lanes: Sequence[Sequence[Interval]], start: float, record: RunRecord
-) -> Iterator[Event]:
-    for number, lane in enumerate(lanes):
-        tid = first_tid + number
-        yield _metadata("thread_name", pid, tid, name=f"{name} {number + 1}" if number else name)
+    rows = [("training thread", lane) for lane in nested(training_thread(intervals))]
+    rows += [("on the wire", lane) for lane in side_by_side(transfers(intervals))]
+    for tid, (label, lane) in enumerate(rows, start=TRAINING_TID):
+        yield _metadata("thread_name", pid, tid, name=label)
         yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
         yield from (_event(pid, tid, interval, start, record) for interval in lane)
 
