@@ -6,8 +6,8 @@ one exchange has two transfers, and the first leaves while the forward pass goes
 
 Row counts differ between ranks and steps and travel with the rows, in a header of `HEADER_BYTES` before each part. The
 second header has the last word. Where the step was not as expected (a forward that no backward followed, a call more
-than last time, more rows than the buffers hold) it says so, and after the schedule both parts are sent once more, as
-they should have been: every rank reads the same headers and so every rank knows.
+than last time, more rows than the buffers hold) it says so, and before the second transfer is complete both parts are
+sent once more, as they should have been: every rank reads the same headers and so every rank knows.
 """
 
 import weakref
@@ -58,7 +58,7 @@ class Header:
     rows: int
     dtype: torch.dtype
     resent_rows: int = 0
-    """Rows of both parts that follow after the schedule instead; above zero, what came before does not count."""
+    """Rows of both parts that follow instead; above zero, what came before does not count."""
     resent_dtype: torch.dtype = torch.float32
     """Of the first part; the second's is `dtype`."""
     reached: bool = False
@@ -186,6 +186,7 @@ class PairedRowsExchange(Exchange):
             Transfer(
                 f"{name} ({which} factor)",
                 lambda i=index: self._issue(i),  # type: ignore[misc]
+                Pending.wait if index == 0 else self._complete,
                 between=() if levels == 1 else (lambda pending, i=index: self._forward_on(pending, i),),  # type: ignore[misc]
             )
             for index, which in enumerate(("first", "second"))
@@ -209,7 +210,8 @@ class PairedRowsExchange(Exchange):
         self._stash_sent = 0
         self._resent: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self._repaired: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._late: dict[int, Header] = {}
+        self._index = 0
+        """Of the exchange whose parts are under way."""
         self._grow_to = 0
 
     @abstractmethod
@@ -278,7 +280,7 @@ class PairedRowsExchange(Exchange):
         calls = sorted(calls, key=lambda c: c.serial)
         rows = [first for first, _ in self._stash] + [c.first for c in calls]
         if sum(r.shape[0] for r in rows) > self._parts[0].capacity:
-            calls, rows = [], []  # no room: both parts follow after the schedule
+            calls, rows = [], []  # no room: both parts follow once more
             self._stash_sent = 0
         else:
             self._stash_sent = len(self._stash)
@@ -308,6 +310,7 @@ class PairedRowsExchange(Exchange):
             self._parts[1].fill(header, [])
         if arrived or self._stash:
             self.step.arrived(self.name)
+        self._index = self.step.index
         self._second.mark_ready(self._device)
 
     def _send_second_as_announced(self, arrived: dict[int, Call]) -> None:
@@ -339,26 +342,27 @@ class PairedRowsExchange(Exchange):
         what = f"factors of {self.name} within the host in step {self.step.index}"
         return self._parts[index].forward(self.tag + FORWARD_TAG + index, what)
 
-    # After the schedule
+    def _complete(self, received: Pending) -> None:
+        """Waits for the second part and, where any rank's header says that its parts follow, for these."""
+        received.wait()
+        if late := self._late_ranks():
+            pending = self._repair(late)
+            self._second.num_bytes += pending.num_bytes
+            pending.wait()
 
-    def needs_repair(self) -> bool:
-        """Whether any rank's second header says that its parts follow."""
-        self._late = {}
-        for rank in range(self.group.world_size):
-            header = self._parts[1].received(rank)[0]
-            if header.step != self.step.index:
+    def _late_ranks(self) -> dict[int, Header]:
+        headers = {rank: self._parts[1].received(rank)[0] for rank in range(self.group.world_size)}
+        for rank, header in headers.items():
+            if header.step != self._index:
                 raise CommError(
                     f"rank {self.group.rank}: rank {rank} sent factors of {self.name} for exchange {header.step} in "
-                    f"exchange {self.step.index}; every rank must run backward equally often (one without data calls "
+                    f"exchange {self._index}; every rank must run backward equally often (one without data calls "
                     "empty_step())"
                 )
-            if header.resent_rows:
-                self._late[rank] = header
-        return bool(self._late)
+        return {rank: header for rank, header in headers.items() if header.resent_rows}
 
-    def repair(self) -> Pending:
-        """Exchanges both parts once more for the ranks that were late."""
-        late = self._late
+    def _repair(self, late: dict[int, Header]) -> Pending:
+        """Starts to exchange both parts once more for the ranks that were late, straight to all others."""
         sends: list[tuple[int, torch.Tensor]] = []
         receives: list[tuple[int, torch.Tensor]] = []
         for rank, header in late.items():
@@ -374,10 +378,12 @@ class PairedRowsExchange(Exchange):
                 second = torch.empty(shape, self._parts[1].width, dtype=header.dtype, device=device)
                 receives += [(rank, first), (rank, second)]
             self._repaired[rank] = (first, second)
-        what = f"late factors of {self.name} in step {self.step.index}"
+        what = f"late factors of {self.name} in step {self._index}"
         most = max(header.resent_rows for header in late.values())
         self._grow_to = max(self._parts[0].capacity, most)
         return self.group.exchange(sends, receives, tag=self.tag + REPAIR_TAG, what=what)
+
+    # On the training thread again
 
     def finish(self) -> None:
         """Hands all ranks' rows to `combine`."""

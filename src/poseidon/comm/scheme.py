@@ -291,15 +291,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """On the training thread, transfers done and repaired: leaves the final gradient in `p.grad`."""
-
-    def needs_repair(self) -> bool:
-        """Whether something has to be sent once more; every rank decides alike, from what the transfers brought."""
-        return False
-
-    def repair(self) -> Pending:
-        """Starts to send it."""
-        raise NotImplementedError(f"{type(self).__name__} never needs a repair")
+        """On the training thread, transfers done: leaves the final gradient in `p.grad`."""
 
     def reset(self) -> None:
         """Prepares the next step."""

@@ -283,16 +283,9 @@ class Run:
         self._begun = False
 
     def _finish(self) -> None:
-        late = []
         for exchange in self._finishing:
             for transfer in exchange.transfers:
                 self._wait(transfer)
-            if exchange.needs_repair():
-                late.append(exchange)
-            else:
-                exchange.finish()
-        for exchange, pending in [(exchange, exchange.repair()) for exchange in late]:
-            self._wait_for(pending, exchange.name)
             exchange.finish()
 
     def _wait(self, transfer: Transfer) -> None:
