@@ -33,7 +33,10 @@ LinkOption = Annotated[
     ),
 ]
 ClusterOption = Annotated[
-    Path | None, typer.Option(help="A TOML file with hosts and links, instead of the three above.", show_default=False)
+    Path | None,
+    typer.Option(
+        help="A TOML file with hosts and links, or a preset's name, instead of the three above.", show_default=False
+    ),
 ]
 
 
@@ -54,7 +57,7 @@ def read_hosts(
     if cluster is not None:
         if hosts is not None or link or procs_per_host != 1:
             raise typer.BadParameter("the file says hosts, ranks and links already", param_hint="--cluster")
-        return ClusterSpec.load(cluster)
+        return ClusterSpec.find(cluster)
     if hosts is None:
         if link:
             raise typer.BadParameter("a link needs emulated hosts: add --hosts", param_hint="--link")

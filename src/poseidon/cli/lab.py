@@ -34,7 +34,9 @@ def lab(
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="A TOML file with hosts and links, instead of --hosts, --procs-per-host and --link."),
+        typer.Option(
+            help="A TOML file with hosts and links, or a preset, instead of --hosts, --procs-per-host and --link."
+        ),
     ] = None,
     at: Annotated[
         list[str] | None,
@@ -55,7 +57,7 @@ def lab(
     if cluster is not None and (hosts is not None or link or procs_per_host != 1):
         raise typer.BadParameter("the file says hosts, ranks and links already", param_hint="--cluster")
     spec = (
-        ClusterSpec.load(cluster)
+        ClusterSpec.find(cluster)
         if cluster is not None
         else parse_links(link or [], num_hosts=2 if hosts is None else hosts, num_ranks=procs_per_host)
     )

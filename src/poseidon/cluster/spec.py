@@ -5,6 +5,7 @@ that a link goes through while a command runs.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,8 +15,14 @@ from poseidon.cluster.measurements import Interface, Measurements
 from poseidon.errors import ClusterError, ConfigError
 from poseidon.units import Bandwidth, Bytes, FlopsPerSecond, Seconds, format_bandwidth, parse_bandwidth, parse_seconds
 
+_PRESETS = Path(__file__).parent / "presets"
 _MOST_HOSTS = 250
 """As many as one emulated switch has addresses for."""
+
+
+def preset_names() -> list[str]:
+    """The clusters that come with Poseidon."""
+    return sorted(path.stem for path in _PRESETS.glob("*.toml"))
 
 
 class Device(Value):
@@ -128,6 +135,29 @@ class ClusterSpec(Artifact):
         """
         link = Link.symmetric(bandwidth)
         return cls(hosts=tuple(Host(name=f"host{i}", link=link, num_ranks=num_ranks) for i in range(num_hosts)))
+
+    @classmethod
+    def load_preset(cls, name: str) -> Self:
+        """A cluster that comes with Poseidon, of `preset_names()`.
+
+        Raises:
+            ConfigError: There is none of that name.
+        """
+        if name not in preset_names():
+            raise ConfigError(f"no preset is named {name!r}: there are {', '.join(preset_names())}")
+        return cls.load(_PRESETS / f"{name}.toml")
+
+    @classmethod
+    def find(cls, file_or_preset: str | Path) -> Self:
+        """A cluster from its file, or a preset where a bare name is given and no file is called so.
+
+        Raises:
+            ConfigError: The file cannot be used, or there is neither.
+        """
+        path = Path(file_or_preset)
+        if path.name != str(file_or_preset) or path.suffix in (".toml", ".json") or path.exists():
+            return cls.load(path)
+        return cls.load_preset(str(file_or_preset))
 
     @property
     def num_ranks(self) -> int:
