@@ -1,10 +1,14 @@
 """A task with its computing slept."""
 
+import time
+
 import pytest
+import torch
 
 from poseidon.cli.virtual import as_virtual
 from poseidon.errors import ConfigError
 from poseidon.profile.graph import ModelProfile
+from poseidon.profile.measure import profile_model, scale_to
 from poseidon.profile.structure import owned_parameters, profile_structure
 from poseidon.tasks import load_task
 
@@ -35,6 +39,22 @@ def test_a_profile_without_seconds_is_refused(tmp_path):
     assert ModelProfile.load(path).seconds == 0
     with pytest.raises(ConfigError, match="no seconds"):
         as_virtual(task, str(path), 2)
+
+
+def test_a_measured_profile_is_slept_with_its_optimizer_and_for_the_batch_that_is_asked_for(tmp_path):
+    task = load_task("resnet20")
+    path = tmp_path / "profile.json"
+    with torch.device("meta"):
+        model = task.make_model()
+        profile = profile_model(model, [torch.empty(4, 3, 32, 32), torch.empty(4, dtype=torch.long)], task.loss)
+    scale_to(profile, 0.5, source="a paper").model_copy(update={"optimizer_seconds": 0.125}).save(path)
+    same, half = as_virtual(task, str(path), 4), as_virtual(task, str(path), 2)
+    assert same.note.endswith("a paper")
+    assert half.note.endswith("a paper; estimated from 4 to 2 samples")
+    optimizer = half.make_optimizer(half.make_model().parameters())
+    start = time.monotonic()
+    optimizer.step()
+    assert time.monotonic() - start >= 0.125
 
 
 @pytest.mark.parametrize(("text", "message"), [("soon", "no duration"), ("0s", "some time")])

@@ -176,8 +176,9 @@ def test_either_product_is_computed_once_for_layers_of_equal_size(monkeypatch: p
     weight = TensorSpec(name="weight", shape=(20, 30), num_bytes=2400)
     layer = LayerSpec(name="fc", kind="Linear", parameters=(weight,), rows=8, calls=2)
     products = Products(torch.device("cpu"))
-    assert products.weight_gradient_share(layer) == 0.75
-    assert products.weight_gradient_share(layer.model_copy(update={"name": "other"})) == 0.75
+    module = nn.Linear(30, 20)
+    assert products.weight_gradient_share(layer, module) == 0.75
+    assert products.weight_gradient_share(layer.model_copy(update={"name": "other"}), module) == 0.75
 
 
 def test_a_weight_with_two_uses_is_one_layer() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from poseidon.errors import ConfigError
-from poseidon.profile.graph import GradientStructure, LayerSpec, ModelProfile, TensorSpec
+from poseidon.errors import ConfigError, ProfileError
+from poseidon.profile.graph import ComputeRates, GradientStructure, LayerSpec, ModelProfile, TensorSpec
 
 
 def layer(name: str, *shapes: tuple[int, ...], seconds: tuple[float, float] = (0.0, 0.0)) -> LayerSpec:
@@ -62,3 +62,53 @@ def test_an_unknown_structure_names_the_layer_and_what_is_known(tmp_path: Path) 
 def test_a_layer_has_no_negative_size() -> None:
     with pytest.raises(ConfigError, match=r"key 'layers\.0\.parameters\.0\.num_bytes' has -4: .* or equal to 0"):
         ModelProfile.parse(NET.to_json().replace(f'"num_bytes":{4 * 64 * 363}', '"num_bytes":-4'))
+
+
+def test_a_layers_seconds_include_its_weight_gradient() -> None:
+    assert FC.model_copy(update={"weight_gradient_seconds": 0.5}).seconds == 0.6875
+
+
+RATES = ComputeRates(name="any", flops_per_s=1e9, memory_bandwidth=1000.0)
+
+
+def test_another_batch_scales_what_depends_on_it() -> None:
+    """At 1000 B/s, moving the 400 B of weights takes 0.4 s of each part; the rest doubles."""
+    fc = layer("fc", (10, 10), seconds=(1.0, 0.3)).model_copy(
+        update={
+            "structure": GradientStructure.OUTER_PRODUCT,
+            "rows": 64,
+            "flops": 12_800,
+            "activation_num_bytes": 2560,
+            "weight_gradient_seconds": 2.4,
+        }
+    )
+    words = layer("words", (100, 1), seconds=(1.0, 0.4)).model_copy(
+        update={"structure": GradientStructure.ROWS, "rows": 60}
+    )
+    net = ModelProfile(model="net", batch_size=32, layers=(fc, words), device=RATES, step_seconds=5.1, source="here")
+    scaled = net.scaled_to_batch(64)
+    more_fc, more_words = scaled.layers
+    assert (more_fc.rows, more_fc.flops, more_fc.activation_num_bytes) == (128, 25_600, 5120)
+    assert more_fc.forward_seconds == pytest.approx(0.4 + 2 * 0.6)
+    assert more_fc.backward_seconds == pytest.approx(0.3), "all of it is moving weights"
+    assert more_fc.weight_gradient_seconds == pytest.approx(0.4 + 2 * 2.0)
+    assert more_words.rows == 100, "the table has no more"
+    assert (more_words.forward_seconds, more_words.backward_seconds) == pytest.approx((2.0, 0.4))
+    assert scaled.batch_size == 64
+    assert scaled.step_seconds == pytest.approx(scaled.seconds)
+    assert scaled.source == "here; estimated from 32 to 64 samples"
+
+
+def test_the_same_batch_changes_nothing_but_says_so() -> None:
+    scaled = NET.scaled_to_batch(32)
+    assert scaled.layers == NET.layers
+
+
+def test_without_a_known_device_all_seconds_are_taken_to_grow() -> None:
+    assert NET.scaled_to_batch(8).seconds == NET.seconds / 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 8), (32, 0)])
+def test_a_batch_without_samples_is_refused(before: int, after: int) -> None:
+    with pytest.raises(ProfileError, match="need to be 1 or more"):
+        NET.model_copy(update={"batch_size": before}).scaled_to_batch(after)

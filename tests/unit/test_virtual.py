@@ -12,8 +12,8 @@ from poseidon.comm import SCHEMES, AllReduce, ShardedServer, SufficientFactor
 from poseidon.comm.group import Group
 from poseidon.comm.paired_rows import HEADER_BYTES
 from poseidon.plan import uniform_plan
-from poseidon.profile.graph import GradientStructure, LayerSpec, ModelProfile, TensorSpec
-from poseidon.profile.measure import profile_model, scale_to
+from poseidon.profile.graph import OUTSIDE, GradientStructure, LayerSpec, ModelProfile, TensorSpec
+from poseidon.profile.measure import LayerTimer, profile_model, scale_to
 from poseidon.profile.structure import StepWatch
 from poseidon.profile.virtual import (
     VirtualOptimizer,
@@ -134,6 +134,59 @@ def test_the_seconds_of_the_profile_are_slept() -> None:
     end = time.monotonic()
     assert_took(middle - start, FORWARD)
     assert_took(end - middle, BACKWARD + WEIGHT_GRADIENTS)
+
+
+def test_layers_without_parameters_sleep_too() -> None:
+    between = layer("relu", seconds=(0.02, 0.03))
+    loss = LayerSpec(name="loss", kind=OUTSIDE, parameters=(), forward_seconds=0.01, backward_seconds=0.02)
+    net = NET.model_copy(update={"layers": (*NET.layers[:3], between, *NET.layers[3:], loss)})
+    model = virtual_model(net)
+    start = time.monotonic()
+    value = virtual_loss(model, virtual_batch(net))
+    middle = time.monotonic()
+    value.backward()
+    assert_took(middle - start, FORWARD + 0.03)
+    assert_took(time.monotonic() - middle, BACKWARD + WEIGHT_GRADIENTS + 0.05)
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in virtual_model(NET).named_parameters()}
+
+
+def test_a_known_weight_gradient_is_slept_where_dense_gradients_travel() -> None:
+    known = NET.layers[3].model_copy(update={"weight_gradient_seconds": 0.2})
+    model = virtual_model(NET.model_copy(update={"layers": (known,)}))
+    value = virtual_loss(model, None)
+    start = time.monotonic()
+    value.backward()
+    assert_took(time.monotonic() - start, 0.02 + 0.2)
+    math = model.get_submodule("head.0").factor_math
+    start = time.monotonic()
+    math.rebuild(torch.zeros(4, 50), torch.zeros(4, 30), None, False)
+    assert_took(time.monotonic() - start, 0.02)  # at the layer's own rate in forward, as ever
+
+
+def test_a_timer_on_a_virtual_model_finds_what_it_sleeps() -> None:
+    fc = layer("fc", (50, 30), (50,), structure=OUTER, rows=4, seconds=(0.02, 0.01))
+    net = ModelProfile(
+        model="net",
+        batch_size=4,
+        layers=(
+            layer("conv", (8, 3), seconds=(0.02, 0.03)),
+            layer("relu", seconds=(0.02, 0.03)),
+            fc.model_copy(update={"weight_gradient_seconds": 0.04}),
+        ),
+    )
+    model = virtual_model(net)
+    watch = StepWatch(model)
+    virtual_loss(model, None).backward()
+    seen = watch.profile(4)
+    timer = LayerTimer(model)
+    for _ in range(3):
+        virtual_loss(model, None).backward()
+        timer.end_step()
+    layers = {x.name: x for x in timer.apply(seen).layers}
+    assert_took(layers["conv"].backward_seconds, 0.029)
+    assert_took(layers["before fc"].forward_seconds, 0.019)
+    assert_took(layers["fc"].backward_seconds, 0.009)
+    assert_took(layers["fc"].weight_gradient_seconds, 0.039)
 
 
 def test_late_wake_ups_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

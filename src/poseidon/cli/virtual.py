@@ -4,6 +4,7 @@ Sockets, shaping, buckets and the schedule are the real ones, and so are the siz
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,8 @@ def as_virtual(task: Task, virtual: str | None, batch_size: int) -> Task:
 
     Args:
         task: What is trained.
-        virtual: A duration, spread over the layers by their operations, or the path of a profile with seconds.
+        virtual: A duration, spread over the layers by their operations, or the path of a profile with seconds, which is
+            scaled if it was made with another batch.
         batch_size: Samples per rank and step.
 
     Raises:
@@ -47,7 +49,7 @@ def as_virtual(task: Task, virtual: str | None, batch_size: int) -> Task:
         task,
         note=f"virtual compute: layers sleep instead of computing, numbers are zeros; {profile.source or virtual}",
         make_model=lambda: virtual_model(profile, writable=True),
-        make_optimizer=VirtualOptimizer,
+        make_optimizer=partial(VirtualOptimizer, seconds=profile.optimizer_seconds),
         objective=Objective(loss=virtual_loss, evaluate=_counts),
         data=TaskData(make_train=lambda: data, make_test=lambda: TensorDataset(torch.zeros(1, 1))),
         batch_size=batch_size,
@@ -66,7 +68,7 @@ def _profile(task: Task, virtual: str, batch_size: int) -> ModelProfile:
             raise ConfigError(
                 f"cannot sleep for what {virtual} says: its layers have no seconds; measure the model first"
             )
-        return profile
+        return profile if profile.batch_size == batch_size else profile.scaled_to_batch(batch_size)
     try:
         seconds = parse_seconds(virtual)
     except ConfigError as error:

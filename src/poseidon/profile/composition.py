@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
+from torch import nn
+
 from poseidon.profile.graph import OUTSIDE, GradientStructure, LayerSpec, ModelProfile
 from poseidon.profile.structure import block_of
 from poseidon.profile.timer import LOSS, LapWatch, outside_name
@@ -18,7 +20,7 @@ SMALLEST_GAP = 0.001
 NOTED_OVERHEAD = 0.02
 """If calling the hooks takes at least this share of a pass, the profile says so."""
 
-WeightGradientShare = Callable[[LayerSpec], float]
+WeightGradientShare = Callable[[LayerSpec, nn.Module], float]
 """Of a fully connected layer's backward that computes both gradients, the part of the weight gradient."""
 
 
@@ -148,7 +150,8 @@ def _split(layer: LayerSpec, watch: LapWatch, share: WeightGradientShare) -> Lay
     """Takes the local weight gradient out of a fully connected layer's backward."""
     if layer.structure is not GradientStructure.OUTER_PRODUCT or not layer.backward_seconds:
         return layer
-    part = share(layer) if layer.name in watch.facts.fed else 1.0
+    facts = watch.facts
+    part = share(layer, facts.modules[layer.name]) if layer.name in facts.fed else 1.0
     seconds = part * layer.backward_seconds
     return layer.model_copy(
         update={"backward_seconds": layer.backward_seconds - seconds, "weight_gradient_seconds": seconds}

@@ -89,7 +89,7 @@ def profile_model(
         watch = LapWatch(model, device)
         if device.type == "meta":
             training.timed_by_layers(watch, keep=False)
-            profile = compose(structure, watch, lambda layer: 0.5)
+            profile = compose(structure, watch, lambda layer, module: 0.5)
             return profile.model_copy(update={"source": "counted on the meta device, not measured"})
         for number in range(total := WARM_UP_PASSES + num_passes):
             training.timed_by_layers(watch, keep=number >= WARM_UP_PASSES)

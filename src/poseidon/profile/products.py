@@ -5,12 +5,16 @@ either is one matrix product of known sizes.
 """
 
 import torch
+from torch import nn
 
 from poseidon.profile.device import seconds_of
 from poseidon.profile.graph import LayerSpec
 
 SECONDS_EACH = 0.02
 """How long either product is repeated, at least twice."""
+
+LARGEST_MATRIX = 2**22
+"""Elements; of a larger weight, a part of the outputs is computed."""
 
 Sizes = tuple[int, int, int, torch.dtype]
 """Rows of one call, output features, input features, number type."""
@@ -27,12 +31,16 @@ class Products:
         self._device = device
         self._shares: dict[Sizes, float] = {}
 
-    def weight_gradient_share(self, layer: LayerSpec) -> float:
+    def weight_gradient_share(self, layer: LayerSpec, module: nn.Module) -> float:
         """The weight gradient's part of a backward that computes both, between 0 and 1.
 
         Args:
             layer: Fully connected, with rows.
+            module: The layer itself; one that does not compute says what its share is.
         """
+        known = getattr(module, "weight_gradient_share", None)
+        if isinstance(known, float):
+            return known
         sizes = _sizes(layer)
         if sizes not in self._shares:
             self._shares[sizes] = self._measure(*sizes)
@@ -54,4 +62,5 @@ def _sizes(layer: LayerSpec) -> Sizes:
     if layer.factor_num_bytes < dtype.itemsize:
         dtype = torch.bfloat16  # under autocast
     out_features, in_features = layer.matrix
+    out_features = max(1, min(out_features, LARGEST_MATRIX // in_features))
     return max(1, layer.rows // max(1, layer.calls)), out_features, in_features, dtype

@@ -179,9 +179,11 @@ class VirtualLinear(VirtualLayer):
     the input and that of the weight. `factor_math` is for when factors do.
     """
 
-    def __init__(self, work: _Work, factor_math: VirtualMath) -> None:
+    def __init__(self, work: _Work, factor_math: VirtualMath, weight_gradient_share: float) -> None:
         super().__init__(work)
         self.factor_math = factor_math
+        self.weight_gradient_share = weight_gradient_share
+        """Of what backward sleeps where the dense gradient crosses the network."""
 
 
 class VirtualModel(nn.Module):
@@ -245,8 +247,10 @@ class VirtualModel(nn.Module):
         dtype = torch.bfloat16 if layer.factor_num_bytes < weight.itemsize else weight
         math = VirtualMath(self._clock, layer, rate, self._zeros)
         weight_gradient_seconds = layer.weight_gradient_seconds or flops / rate
-        work = self._work(layer, layer.backward_seconds + weight_gradient_seconds, (rows, out_features))
-        module = self._own(layer, VirtualLinear(work, math))
+        backward_seconds = layer.backward_seconds + weight_gradient_seconds
+        share = weight_gradient_seconds / backward_seconds if backward_seconds else 0.0
+        work = self._work(layer, backward_seconds, (rows, out_features))
+        module = self._own(layer, VirtualLinear(work, math, share))
         return lambda x: module(_Resize.apply(x, (rows, in_features), dtype, None))
 
     def _add_embedding(self, layer: LayerSpec, work: _Work) -> Callable[[torch.Tensor], torch.Tensor]:
