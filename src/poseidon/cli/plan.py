@@ -6,7 +6,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import torch
 import typer
 from rich.console import Console
 
@@ -64,10 +63,10 @@ def plan(
     for path in (out, plot):
         _check_folder(path)
     console = Console(highlight=False, width=WIDTH)
-    profiles, sparse = _profiles(model, _listed(batch, _count), console)
+    profiles = _profiles(model, _listed(batch, _count), console)
     counts = counts or _up_to(len(spec.hosts))
     effort = max(0.1, 1.0 / (len(profiles) * len(rates or [0.0]) * len(counts)))
-    search: dict[str, Any] = {"allow": allow, "overrides": overrides, "sparse": sparse}
+    search: dict[str, Any] = {"allow": allow, "overrides": overrides}
     scalings = [
         scaling
         for profile in profiles
@@ -127,23 +126,19 @@ def _up_to(most: int) -> list[int]:
     return sorted({most, *(1 << bit for bit in range(most.bit_length()))})
 
 
-def _profiles(model: str, batches: Sequence[int], console: Console) -> tuple[list[ModelProfile], list[str]]:
-    """One for each batch, measured or read, and the layers whose gradients are sparse."""
+def _profiles(model: str, batches: Sequence[int], console: Console) -> list[ModelProfile]:
+    """One for each batch, measured or read."""
     if Path(model).is_file() and Path(model).suffix in (".json", ".toml"):
         found = ModelProfile.load(model)
         if not found.seconds:
             raise ConfigError(f"cannot plan from {model}: its layers have no seconds; profile the model where it runs")
-        return [
-            found.scaled_to_batch(size) if size != found.batch_size else found for size in batches or [found.batch_size]
-        ], []
+        return [found if size == found.batch_size else found.scaled_to_batch(size) for size in batches] or [found]
     task = load_task(model)
     profiles = []
     for size in batches or [task.batch_size]:
         console.print(f"profiling {task.name} with {size} samples a step, {NUM_PASSES} passes")
         profiles.append(measure(task, size, num_passes=NUM_PASSES, meta=False))
-    with torch.device("meta"):
-        modules = dict(task.make_model().named_modules())
-    return profiles, [name for name, module in modules.items() if getattr(module, "sparse", False) is True]
+    return profiles
 
 
 def _chosen(scalings: Sequence[Scaling], counts: Sequence[int]) -> Scaling:

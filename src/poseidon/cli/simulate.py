@@ -13,6 +13,7 @@ from poseidon.cluster.topology import rates_of
 from poseidon.errors import InfeasibleError
 from poseidon.plan import Plan
 from poseidon.planner.explain import what_it_waits_for
+from poseidon.planner.hosts import format_rate
 from poseidon.simulator import Simulation
 from poseidon.simulator import simulate as predict
 from poseidon.timeline import merge
@@ -43,7 +44,7 @@ def simulate(
     console = Console(highlight=False)
     console.print(_parts(simulation))
     samples = chosen.world_size * chosen.profile.batch_size / simulation.step_seconds
-    console.print(f"{samples:,.4g} samples/s over {chosen.world_size} ranks", soft_wrap=True)
+    console.print(f"{format_rate(samples)} samples/s over {chosen.world_size} ranks", soft_wrap=True)
     console.print(what_it_waits_for(chosen.profile, chosen, rates, simulation), soft_wrap=True)
     if timeline is not None:
         merge(simulation.timelines).save(timeline)

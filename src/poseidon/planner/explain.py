@@ -7,7 +7,7 @@ from rich.table import Table
 from poseidon.breakdown import StepParts
 from poseidon.cluster.rates import Rates
 from poseidon.plan import Choice, Plan
-from poseidon.planner.hosts import Scaling
+from poseidon.planner.hosts import Scaling, format_rate
 from poseidon.planner.space import label
 from poseidon.planner.what_if import WhatIf, bottleneck, larger_batch
 from poseidon.profile.graph import ModelProfile
@@ -91,7 +91,7 @@ def bottleneck_table(found: Sequence[WhatIf]) -> Table:
     """What-ifs, one a line."""
     table = _table("what if", "step", "samples/s", "gain")
     for one in found:
-        table.add_row(one.change, format_seconds(one.step_seconds), f"{one.samples_per_s:,.4g}", f"{one.gain:.2f}")
+        table.add_row(one.change, format_seconds(one.step_seconds), format_rate(one.samples_per_s), f"{one.gain:.2f}")
     return table
 
 
@@ -150,7 +150,7 @@ def scaling_table(scalings: Sequence[Scaling]) -> Table:
             format_bandwidth(one.link) if one.link else "as is",
             str(one.batch_size),
             format_seconds(one.step_seconds),
-            f"{one.samples_per_s:,.4g}",
+            format_rate(one.samples_per_s),
             f"{one.speed_up:.2f}",
             f"{one.efficiency:.0%}",
             one.bottleneck,
@@ -161,7 +161,7 @@ def scaling_table(scalings: Sequence[Scaling]) -> Table:
 def _predicted(plan: Plan, rates: Rates) -> str:
     predicted = plan.predicted
     assert predicted is not None
-    text = f"a step takes {format_seconds(predicted.step_seconds)}, {predicted.samples_per_s:,.4g} samples/s"
+    text = f"a step takes {format_seconds(predicted.step_seconds)}, {format_rate(predicted.samples_per_s)} samples/s"
     if predicted.lower_bound_seconds:
         text += f"; no plan of this kind can take less than {format_seconds(predicted.lower_bound_seconds)}"
     if rates.world_size > 1 and not plan.is_plain:

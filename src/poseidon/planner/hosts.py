@@ -58,7 +58,6 @@ def compare_hosts(
     hosts: Sequence[int] = (1, 2, 4, 8),
     links: Sequence[float | None] = (None,),
     allow: str = "exact",
-    sparse: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
     effort: float = 1.0,
 ) -> tuple[Scaling, ...]:
@@ -70,7 +69,6 @@ def compare_hosts(
         hosts: How many.
         links: Bytes per second in both directions of every link; None for what the cluster has.
         allow: As in `search_plan`.
-        sparse: As in `search_plan`.
         overrides: As in `search_plan`.
         effort: As in `search_plan`, for each of them.
 
@@ -90,7 +88,6 @@ def compare_hosts(
                 profile,
                 rates,
                 allow=allow,
-                sparse=sparse,
                 overrides=overrides,
                 effort=effort,
                 memory_num_bytes=memory_limit(cluster, count),
@@ -110,6 +107,11 @@ def compare_hosts(
     return tuple(found)
 
 
+def format_rate(samples_per_s: float) -> str:
+    """Samples per second: whole where they are many, else four digits."""
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 1000 else f"{samples_per_s:.4g}"
+
+
 def recommend(scalings: Iterable[Scaling]) -> Scaling:
     """The fewest hosts to which more would add less than `ENOUGH`."""
     scalings = list(scalings)
@@ -121,7 +123,7 @@ def recommendation(scalings: Sequence[Scaling]) -> str:
     """A sentence on the number of hosts for one link and one batch."""
     best = recommend(scalings)
     where = f"at {format_bandwidth(best.link)}, " if best.link else ""
-    rate = f"{best.samples_per_s:,.4g} samples/s"
+    rate = f"{format_rate(best.samples_per_s)} samples/s"
     others = [one for one in scalings if one.num_hosts > 1]
     if best.num_hosts > 1:
         return (

@@ -69,7 +69,8 @@ def search_plan(
         allow: How far the mathematics may bend: `exact`, `rounded`, `compressed` or `relaxed`.
         num_hosts: The first so many hosts of the cluster; all if left out. Rates are those of one group already.
         arrival: Layers in the order in which their gradients become ready; the reverse of forward if it is not known.
-        sparse: Layers whose gradients autograd makes sparse; only `sparse_rows` carries these.
+        sparse: Layers whose gradients autograd makes sparse, where the profile does not say so; only `sparse_rows`
+            carries these.
         overrides: What is not up for choice: `layers.NAME.scheme`, `layers.NAME.FIELD`, `connections`, `wait_free`,
             `deferred`, `order`, `buckets`.
         memory_num_bytes: What a rank may use; the smallest device of a cluster if left out.

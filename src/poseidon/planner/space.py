@@ -154,6 +154,12 @@ class Space:
         return tuple(sorted((bucket for bucket in buckets if bucket), key=lambda bucket: place[bucket[-1]]))
 
 
+def check_allowed(allow: str) -> None:
+    """Raises ConfigError unless this is a level of exactness."""
+    if allow not in EXACTNESS:
+        raise ConfigError(f"cannot allow {allow!r}: choose one of {', '.join(EXACTNESS)}")
+
+
 def make_space(
     profile: ModelProfile,
     rates: Rates,
@@ -170,15 +176,14 @@ def make_space(
         rates: What the ranks compute and move.
         allow: One of `EXACTNESS`.
         arrival: Layers in the order in which their gradients become ready; the reverse of forward if it is not known.
-        sparse: Layers whose gradients autograd makes sparse; only `sparse_rows` carries these.
+        sparse: Layers whose gradients autograd makes sparse, where the profile does not say so.
         overrides: What is not up for choice, by key: `layers.NAME.scheme`, `layers.NAME.` and a field of a scheme, or
             a field of the plan. Values as text or as such.
 
     Raises:
         ConfigError: A level, layer, field or value is not known; the message names those that are.
     """
-    if allow not in EXACTNESS:
-        raise ConfigError(f"cannot allow {allow!r}: choose one of {', '.join(EXACTNESS)}")
+    check_allowed(allow)
     wanted, fixed = _sort_overrides(profile, overrides or {})
     known = sorted(set(rates.all_reduce) & set(rates.exchange), key=lambda n: (n != rates.connections, n))
     connections = (fixed.pop("connections"),) if "connections" in fixed else tuple(known)
@@ -191,7 +196,13 @@ def make_space(
         rates=rates,
         arrival=tuple(arrival) or tuple(layer.name for layer in reversed(profile.trainable)),
         candidates={
-            layer.name: _candidates(layer, rates, allow, wanted.get(layer.name, {}), is_sparse=layer.name in sparse)
+            layer.name: _candidates(
+                layer,
+                rates,
+                allow,
+                wanted.get(layer.name, {}),
+                is_sparse=layer.is_sparse or layer.name in sparse,
+            )
             for layer in profile.trainable
         },
         connections=connections,

@@ -48,6 +48,8 @@ class LayerSpec(Value):
     structure: GradientStructure = GradientStructure.DENSE
     reason: str = ""
     """Why the structure is dense where the kind of layer would allow more."""
+    is_sparse: bool = False
+    """Autograd makes its gradient a sparse tensor, which only touched rows carry."""
     rows: int = 0
     """Rows of activations (outer product) or touched rows (rows) per rank and step; 0 where they were not seen."""
     factor_num_bytes: int = 4

@@ -162,6 +162,7 @@ def layer_spec(name: str, module: nn.Module, parameters: dict[str, nn.Parameter]
         ),
         structure=structure,
         reason=reason,
+        is_sparse=getattr(module, "sparse", False) is True,
         factor_num_bytes=next(iter(parameters.values())).element_size(),
     )
 
