@@ -11,6 +11,7 @@ from poseidon.comm.group import Group
 from poseidon.errors import ConfigError
 from poseidon.plan import Plan, uniform_plan
 from poseidon.planner.search import search_plan
+from poseidon.planner.space import check_allowed
 from poseidon.profile.graph import ModelProfile
 from poseidon.profile.structure import StepWatch, profile_structure
 from poseidon.runtime.adoption import Adoption, observation_schemes
@@ -45,13 +46,14 @@ def distribute(
         The run: `no_sync`, `check_replicas`, `timeline`, `detach`.
 
     Raises:
-        ConfigError: The plan's file cannot be used.
+        ConfigError: The plan's file cannot be used, or no such level is known.
         InfeasibleError: The models differ between ranks, or the plan does not fit them.
 
     Example:
         >>> poseidon.init()
         >>> run = poseidon.distribute(model, optimizer)
     """
+    check_allowed(allow)
     group = group or group_of_process()
     if isinstance(plan, Plan):
         return _monitored(attach(model, optimizer, plan, group))

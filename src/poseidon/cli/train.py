@@ -26,6 +26,7 @@ from poseidon.cli.hosts import (
 from poseidon.cli.progress import Progress, StepsFile, Tensorboard, Watchers
 from poseidon.cli.virtual import VirtualOption, as_virtual
 from poseidon.comm.group import Group
+from poseidon.planner.space import check_allowed
 from poseidon.report.summary import Summary, draw, summarize
 from poseidon.runtime.attach import Run
 from poseidon.runtime.baseline import Baseline, measure_baseline
@@ -35,8 +36,9 @@ from poseidon.runtime.run_folder import RunFolder, check_unused
 from poseidon.runtime.surroundings import Surroundings, counted, device_of_rank, survey
 from poseidon.runtime.trainer import Outcome, Schedule
 from poseidon.runtime.trainer import train as train_task
+from poseidon.simulator import simulate
 from poseidon.tasks import Task, load_task
-from poseidon.timeline import Step, Timeline, to_line
+from poseidon.timeline import Step, Timeline, merge, to_line
 
 SUMMARIZED_STEPS = 200
 """The last steps of every rank, from which the closing summary is made."""
@@ -49,6 +51,9 @@ def train(
     link: LinkOption = None,
     cluster: ClusterOption = None,
     plan: Annotated[str, typer.Option(help="auto, all_reduce, or a plan's file.")] = "auto",
+    allow: Annotated[
+        str, typer.Option(help="How far auto may bend the mathematics: exact, rounded, compressed or relaxed.")
+    ] = "exact",
     batch: Annotated[
         int | None, typer.Option(help="Samples per rank and step; the task's own if not given.", min=1)
     ] = None,
@@ -75,6 +80,7 @@ def train(
 
     torchrun --nnodes 2 … -m poseidon train fashion-mnist
     """
+    check_allowed(allow)
     spec = read_hosts(hosts, procs_per_host, link, cluster)
     if tensorboard and out is None:
         raise typer.BadParameter("events need a folder: add --out", param_hint="--tensorboard")
@@ -98,7 +104,14 @@ def train(
         check_replicas=check_replicas,
     )
     chosen = as_virtual(chosen, virtual, schedule.batch_size)
-    options = {"task": task, "plan": plan, "virtual": virtual, **schedule.model_dump(), "link": describe_links(spec)}
+    options = {
+        "task": task,
+        "plan": plan,
+        "allow": allow,
+        "virtual": virtual,
+        **schedule.model_dump(),
+        "link": describe_links(spec),
+    }
     options["link_bytes_per_s"] = None if spec is None else min(host.link.up for host in spec.hosts)
     with joined() as group:
         work(chosen, schedule, options, group, out=out, tensorboard=tensorboard, baseline=baseline)
@@ -138,7 +151,7 @@ def work(
         torch.manual_seed(schedule.seed)
         model = task.make_model().to(device)
         optimizer = task.make_optimizer(model.parameters())
-        run = distribute(model, optimizer, options["plan"], group=group)
+        run = distribute(model, optimizer, options["plan"], allow=options["allow"], group=group)
         torch.manual_seed(schedule.seed + 1 + group.rank)  # dropout draws other masks on each rank
         if folder is not None:
             run.recorder.on_step.append(folder.note_step)
@@ -210,6 +223,8 @@ def _finish(
         ranks = ", ".join(map(str, elsewhere))
         logging.getLogger(__name__).warning("the timelines of ranks %s are in %s on their hosts", ranks, folder.path)
     folder.write_model(run.model, run.plan)
+    if run.rates is not None:
+        merge(simulate(run.plan.profile, run.plan, run.rates).timelines).save(folder.path / "predicted.jsonl")
     result = {**outcome.model_dump(), "samples_per_s": outcome.samples_per_s, "summary": summary.model_dump()}
     found = {
         "clocks": clocks.model_dump(),

@@ -60,10 +60,12 @@ class Adoption:
         self._observed = self._observation.gather()
         plan = self._make_plan()
         plain = _plain(plan, self._sparse)
-        self._run.note("planned", f"plan from exchange {self._run.num_exchanges} on: {_promise(plan)}")
+        text = f"plan from exchange {self._run.num_exchanges} on: {_promise(plan)}"
         if _goes_like(plan, plain):
+            self._run.note("adopted", text)
             self._settle(plan)
         else:
+            self._run.note("planned", text)
             self._compare(plan, plain, ("the plan", "plain all-reduce"), label="trial_plain")
 
     def _make_plan(self) -> Plan:

@@ -41,7 +41,7 @@ class Event(TypedDict):
     """Something that was decided or noticed on the way."""
 
     kind: str
-    """`measured`, `planned`, `kept`, `dropped`, `expected` or `departed`."""
+    """`measured`, `planned`, `adopted`, `kept`, `dropped`, `expected` or `departed`."""
     exchange: int
     """How many exchanges lay behind."""
     seconds: float
