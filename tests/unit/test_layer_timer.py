@@ -38,7 +38,8 @@ class Sleeper(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Sleep.apply(x, self.weight, self.seconds)
+        result: torch.Tensor = Sleep.apply(x, self.weight, self.seconds)
+        return result
 
 
 def sleepers() -> nn.Sequential:

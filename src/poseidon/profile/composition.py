@@ -41,7 +41,7 @@ class _Times:
 
 
 def compose(
-    structure: ModelProfile, watch: LapWatch, share: WeightGradientShare, *, step_seconds: float | None = None
+    structure: ModelProfile, watch: LapWatch, share: WeightGradientShare, *, fastest_seconds: float | None = None
 ) -> ModelProfile:
     """All that is computed in a step, with the medians over the passes that the watch has kept.
 
@@ -53,11 +53,11 @@ def compose(
         structure: The layers that own parameters, as `StepWatch` found them.
         watch: After one pass at least; without kept passes there are no seconds.
         share: Asked for fully connected layers that were given something that needs a gradient.
-        step_seconds: Of the median pass without hooks.
+        fastest_seconds: Of the fastest pass without hooks.
     """
     order = _order(structure, watch)
     laps = watch.laps
-    overhead = 0.0 if step_seconds is None else laps.overhead(step_seconds)
+    overhead = 0.0 if fastest_seconds is None else laps.overhead(fastest_seconds)
     total = laps.median_seconds - overhead * laps.num_laps
     times = {name: _times(watch, name, overhead) for name in (*order, LOSS)}
     gaps = {name: _times(watch, outside_name(name), overhead) for name in watch.facts.modules}

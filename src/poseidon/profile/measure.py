@@ -96,15 +96,15 @@ def profile_model(
             training.timed_from_outside(keep=number >= WARM_UP_PASSES)
             if on_pass is not None:
                 on_pass(number + 1, total)
-        step_seconds = median(training.step_seconds)
-        profile = compose(structure, watch, Products(device).weight_gradient_share, step_seconds=step_seconds)
+        share = Products(device).weight_gradient_share
+        profile = compose(structure, watch, share, fastest_seconds=min(training.step_seconds))
     rates = measure_compute(device)
     where = rates.name if device.type == "cuda" else f"{rates.threads} threads of {rates.name}"
     return profile.model_copy(
         update={
             "source": f"measured on {where}, median of {num_passes} passes",
             "device": rates,
-            "step_seconds": step_seconds,
+            "step_seconds": median(training.step_seconds),
             **training.of_optimizer(),
         }
     )
