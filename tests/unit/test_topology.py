@@ -137,6 +137,9 @@ def test_computing_is_scaled_from_where_the_profile_was_measured():
     assert rates_of(cluster, device=PROFILED, num_hosts=1).hosts[0].compute_scale == pytest.approx((2 + 1) / 2)
     assert rates_of(cluster, num_hosts=4).hosts[0].compute_scale == 1.0
     assert rates_of(cluster, device=PROFILED).hosts[4].compute_scale == 1.0
+    described = ClusterSpec.uniform(num_hosts=2, bandwidth=GIGABIT)
+    alike = rates_of(described, device=PROFILED)
+    assert (alike.flops_per_s, alike.memory_bandwidth) == (100e9, 10e9), "as where the profile was measured"
 
 
 def test_between_two_counts_of_busy_ranks_seconds_lie_on_a_line():

@@ -192,9 +192,9 @@ def _pair(pair: PairRate | None) -> str:
 def _curves(measured: Measurements) -> Table:
     """Seconds by bytes sent, one column for each collective."""
     columns: dict[str, Curve | None] = {
-        f"all-reduce\n{n} conn.": curve for n, curve in sorted(measured.all_reduce.items())
+        f"{'all-reduce' if n == 1 else ''}\n{n} conn.": curve for n, curve in sorted(measured.all_reduce.items())
     }
-    columns |= {"exchange": measured.exchange[1], "in hosts": measured.inner, "between": measured.outer}
+    columns |= {"exchange": measured.exchange[1], "inside\nhosts": measured.inner, "between\nhosts": measured.outer}
     shown = {name: curve for name, curve in columns.items() if curve is not None}
     table = Table("sent by\na rank", *shown, title="seconds by size", box=SIMPLE_HEAD)
     largest = max(curve.num_bytes[-1] for curve in shown.values())

@@ -52,8 +52,9 @@ def rates_of(
 
     Args:
         cluster: Described or probed.
-        device: What the profile was measured on, from which `HostRates.compute_scale` follows. None where its seconds
-            hold anywhere, as those of virtual compute: then nothing computes that could disturb transfers either.
+        device: What the profile was measured on, from which `HostRates.compute_scale` follows; a host of which nobody
+            said what it computes on is taken to be alike. None where the profile's seconds hold anywhere, as those of
+            virtual compute: then nothing computes that could disturb transfers either.
         num_hosts: How many hosts take part; all if None.
         bandwidth: Bytes per second in both directions of every link, instead of what they have.
 
@@ -70,8 +71,8 @@ def rates_of(
         exchange=exchange,
         inner=part.inner() if part.most_ranks > 1 else None,
         outer=part.outer() if part.most_ranks > 1 else None,
-        flops_per_s=min((h.device.flops_per_s_of(part.world_size) for h in part.hosts if h.device), default=UNLIMITED),
-        memory_bandwidth=min(_memory_bandwidth(host, part.world_size) for host in part.hosts),
+        flops_per_s=min(_flops_per_s(host, device, part.world_size) for host in part.hosts),
+        memory_bandwidth=min(_memory_bandwidth(host, device, part.world_size) for host in part.hosts),
         compute_slowdown=part.slowdown(measured.compute_slowdown) if measured and device else 1.0,
         transfer_slowdown=part.slowdown(measured.transfer_slowdown) if measured and device else 1.0,
         connections=measured.connections if measured and measured.connections in all_reduce else 1,
@@ -208,8 +209,16 @@ def _compute_scale(host: Host, device: ComputeSpeed | None, num_busy: int) -> fl
     return arithmetic if memory is None else (arithmetic + device.memory_bandwidth / memory) / 2
 
 
-def _memory_bandwidth(host: Host, num_busy: int) -> float:
-    return (host.device and host.device.memory_bandwidth_of(num_busy)) or UNLIMITED
+def _flops_per_s(host: Host, like: ComputeSpeed | None, num_busy: int) -> float:
+    if host.device is not None:
+        return host.device.flops_per_s_of(num_busy)
+    return like.flops_per_s if like else UNLIMITED
+
+
+def _memory_bandwidth(host: Host, like: ComputeSpeed | None, num_busy: int) -> float:
+    if host.device is not None:
+        return host.device.memory_bandwidth_of(num_busy) or UNLIMITED
+    return like.memory_bandwidth if like else UNLIMITED
 
 
 def _slower(link: Link) -> float:
