@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from poseidon.auto import distribute
+from poseidon.comm import probe
 from poseidon.comm.all_reduce import BucketExchange
 from poseidon.comm.group import Group
 from poseidon.comm.sufficient_factor import FactorExchange
@@ -16,6 +17,7 @@ from poseidon.plan import uniform_plan
 from poseidon.profile.structure import StepWatch, profile_structure
 from poseidon.runtime.adoption import Adoption
 from poseidon.runtime.attach import attach
+from poseidon.units import KIB
 from support.exactness import assert_close
 from support.ranks import run_ranks
 
@@ -130,3 +132,64 @@ def test_the_slower_one_is_dropped_aloud(slow, kept):
     assert (level == "WARNING") == (slow == "plan")
     assert ("dropped for plain all-reduce" in text) == (slow == "plan")
     assert not [text for _, text in results[1][2]]  # one rank speaks
+
+
+SLOW_FROM, MOST_STEPS = 22, 64
+"""The plan is settled, and what its steps take is known, well before rank 1 becomes slow."""
+
+
+def replan(rank, world_size):
+    """Plain all-reduce at first; rank 1 becomes slow; the planner then wants factors, and the loop goes on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.randn(MOST_STEPS, 8, 64)
+    probe.SIZES = (4 * KIB, 256 * KIB)  # what the links move does not matter here
+    scales = []
+
+    def choose(profile, rates, arrival, sparse):
+        scales.append([host.compute_scale for host in rates.hosts])
+        plain = uniform_plan(profile, rates.world_size, arrival=tuple(arrival))
+        schemes = {layer.name: {"kind": "sufficient_factor"} for layer in profile.trainable}
+        return plain if len(scales) == 1 else type(plain).model_validate({**dict(plain), "schemes": schemes})
+
+    run = None
+    if world_size > 1:
+        watch = StepWatch(model)
+        group = Group.of_default()
+        run = attach(model, optimizer, uniform_plan(profile_structure(model), world_size), group)
+        Adoption(run, watch, choose)
+    for index, batch in enumerate(batches):
+        mine = batch.tensor_split(world_size)[rank]
+        optimizer.zero_grad()
+        time.sleep(0.02 * (world_size > 1))
+        slow = rank == 1 and index >= SLOW_FROM
+        handle = model[0].register_forward_hook(lambda *_, slow=slow: time.sleep(SLOW_SECONDS * slow))
+        model(mine).square().mean().backward()
+        handle.remove()
+        optimizer.step()
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if run is None:
+        return parameters
+    run.check_replicas()
+    run.detach()
+    return parameters, run.events, scales
+
+
+def test_a_slow_rank_is_named_and_planned_around_while_every_step_stays_exact():
+    expected = replan(0, 1)
+    results = run_ranks(2, replan)
+    for parameters, events, _ in results:
+        assert_close(parameters, expected)
+        assert [(e["kind"], e["exchange"], e["text"]) for e in events] == [
+            (e["kind"], e["exchange"], e["text"]) for e in results[0][1]
+        ]
+    _, events, scales = results[0]
+    named = next(index for index, event in enumerate(events) if "(rank 1) spends" in event["text"])
+    assert events[named]["kind"] == "departed"
+    assert SLOW_FROM < events[named]["exchange"] <= SLOW_FROM + 20
+    assert "computing instead of" in events[named]["text"]
+    assert [event["kind"] for event in events[named + 1 : named + 3]] == ["measured", "planned"]
+    assert events[named + 3]["kind"] in ("kept", "dropped")
+    assert max(scales[1]) > 2
+    assert not results[1][2]  # rank 0 chooses
