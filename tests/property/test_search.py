@@ -1,6 +1,7 @@
 """Laws of the search: as good as trying everything, never worse than plain, the paper's rule where that holds."""
 
 import itertools
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +33,9 @@ def layers(draw, name):
 @st.composite
 def profiles(draw, most):
     names = [f"layer{index}" for index in range(draw(st.integers(1, most)))]
-    return model([draw(layers(name)) for name in names], optimizer=draw(seconds), loader=draw(seconds))
+    return model([draw(layers(name)) for name in names], optimizer=draw(seconds), loader=draw(seconds)).model_copy(
+        update={"optimizer": draw(st.sampled_from(["SGD", "SGD", ""]))}
+    )
 
 
 @st.composite
@@ -66,7 +69,7 @@ def everything(profile, group):
         by_name = dict(zip(forward, schemes, strict=True))
         for grouping in cuts([name for name in backward if by_name[name].kind == "all_reduce"]):
             for late in itertools.chain.from_iterable(
-                itertools.combinations(forward, count) for count in range(len(forward) + 1)
+                itertools.combinations(forward, count) for count in range(len(forward) + 1 if profile.optimizer else 1)
             ):
                 halves = [[n for n in bucket if (n in late) is there] for bucket in grouping for there in (False, True)]
                 place = [n for n in backward if n not in late] + [n for n in forward if n in late]
@@ -96,13 +99,13 @@ def test_a_small_space_is_searched_to_the_end(profile, group):
         for late in (False, True)
     }
     price = 1 + PRICE_OF_DEFERRAL
-    best = min(*seconds[False], *(price * step for step in seconds[True]))
+    best = min(*seconds[False], inf, *(price * step for step in seconds[True]))
     found = plan.predicted.step_seconds * (price if plan.deferred else 1)
     assert found == pytest.approx(best, rel=1e-5)
 
 
-@settings(max_examples=25)
-@given(profile=profiles(most=9), group=groups())
+@settings(max_examples=20)
+@given(profile=profiles(most=7), group=groups())
 def test_never_worse_than_plain_and_never_better_than_possible(profile, group):
     plan = search_plan(profile, group)
     plain = uniform_plan(profile, group.world_size)
@@ -116,8 +119,8 @@ def test_never_worse_than_plain_and_never_better_than_possible(profile, group):
             assert choice.runner_up_step_seconds >= predicted.step_seconds * (1 - 1e-5)
 
 
-@settings(max_examples=10)
-@given(profile=profiles(most=7), group=groups())
+@settings(max_examples=5)
+@given(profile=profiles(most=6), group=groups())
 def test_the_same_question_has_the_same_answer(profile, group):
     assert search_plan(profile, group) == search_plan(profile, group)
 
@@ -125,8 +128,8 @@ def test_the_same_question_has_the_same_answer(profile, group):
 shapes = st.tuples(st.integers(1, 300), st.integers(1, 300), st.integers(1, 128))
 
 
-@settings(max_examples=40)
-@given(sizes=st.lists(shapes, min_size=1, max_size=5), ranks=st.integers(2, 40))
+@settings(max_examples=25)
+@given(sizes=st.lists(shapes, min_size=1, max_size=4), ranks=st.integers(2, 40))
 def test_the_papers_rule_is_what_remains_when_only_bytes_count(sizes, ranks):
     """Equal rates, no latency, a free rebuild, and nothing to hide a transfer behind."""
     names = [f"layer{index}" for index in range(len(sizes))]

@@ -253,9 +253,8 @@ def _moves(space: Space) -> Iterator[Move]:
     if space.is_free("buckets"):
         for name in space.arrival:
             yield partial(_toggle_cut, space, name)
-    if space.may_defer:
-        for name in space.candidates:
-            yield partial(_toggle_deferral, space, name)
+    for name in space.deferrable:
+        yield partial(_toggle_deferral, space, name)
 
 
 def _whole_plans(space: Space) -> Iterator[Plan]:
@@ -395,11 +394,9 @@ def _by_weight(space: Space) -> list[str]:
 
 def _few_deferrals(space: Space) -> list[tuple[str, ...]]:
     """No layer, and the first or the last 1, 2, 4, … of the forward pass, and all."""
-    if not space.may_defer:
-        return []
-    names = tuple(space.candidates)
+    names = space.deferrable
     counts = [1 << bit for bit in range(len(names).bit_length() - 1)]
-    return [(), *(part for count in counts for part in (names[:count], names[-count:])), names]
+    return [(), *(part for count in counts for part in (names[:count], names[-count:])), names] if names else []
 
 
 def _alike(names: Sequence[str], plan: Plan) -> bool:

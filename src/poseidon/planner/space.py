@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from poseidon.artifact import describe
 from poseidon.cluster.rates import Rates
 from poseidon.comm import SCHEMES, CommScheme, SparseRows
+from poseidon.comm.sharded_server import ELEMENTWISE
 from poseidon.errors import ConfigError
 from poseidon.plan import Plan
 from poseidon.planner.rules import CANDIDATES
@@ -89,7 +90,7 @@ class Space:
 
         A bucket of which only a part is deferred is cut in two.
         """
-        late = set(deferred)
+        late = {name for name in deferred if self.may_defer(name, plan.schemes[name])}
         order: tuple[str, ...] = ()
         if late:
             forward = [layer.name for layer in self.profile.trainable]
@@ -99,12 +100,26 @@ class Space:
             for bucket in plan.buckets
             for wanted in (False, True)
         ]
-        return self.with_choice(plan, deferred=tuple(deferred), order=order, buckets=self._by_arrival(halves))
+        return self.with_choice(
+            plan, deferred=tuple(n for n in self.candidates if n in late), order=order, buckets=self._by_arrival(halves)
+        )
 
-    @property
-    def may_defer(self) -> bool:
-        """Whether the layers that are deferred are up for choice."""
-        return self.is_free("deferred") and self.is_free("order") and self.fixed.get("wait_free") is not False
+    @cached_property
+    def deferrable(self) -> tuple[str, ...]:
+        """The layers of which it is up for choice whether they are deferred, in forward order.
+
+        None where something is fixed that speaks against it, and where the optimizer cannot be run later for some
+        parameters than for others, or is not known.
+        """
+        if not (self.is_free("deferred") and self.is_free("order")) or self.fixed.get("wait_free") is False:
+            return ()
+        if self.profile.is_compiled or self.profile.optimizer not in {kind.__name__ for kind in ELEMENTWISE}:
+            return ()
+        return tuple(layer.name for layer in self.profile.trainable if not (layer.is_sparse or layer.is_shared))
+
+    def may_defer(self, name: str, scheme: CommScheme) -> bool:
+        """Whether a layer may be deferred on this scheme."""
+        return name in self.deferrable and scheme.kind != "sharded_server"
 
     # All of them
 
@@ -112,15 +127,17 @@ class Space:
     def num_plans(self) -> int:
         """How many plans `plans` makes, at most."""
         bucketed = sum(any(s.kind == "all_reduce" for s in options) for options in self.candidates.values())
-        groupings = 2 ** max(0, bucketed - 1) if self.is_free("buckets") else 1
-        deferrals = 2 ** len(self.candidates) if self.may_defer else 1
-        return prod(map(len, self.candidates.values())) * len(self.connections) * groupings * deferrals
+        groupings = 1 << max(0, bucketed - 1) if self.is_free("buckets") else 1
+        deferrals = 1 << len(self.deferrable)
+        schemes = prod(len(options) for options in self.candidates.values())
+        return schemes * len(self.connections) * groupings * deferrals
 
     def plans(self) -> Iterator[Plan]:
         """Every plan: schemes by layer, groupings of neighbours in arrival, connections, deferred layers."""
         names = list(self.candidates)
-        most = len(names) if self.may_defer else 0
-        deferrals = [late for count in range(most + 1) for late in itertools.combinations(names, count)]
+        deferrals = [
+            late for count in range(len(self.deferrable) + 1) for late in itertools.combinations(self.deferrable, count)
+        ]
         for schemes in itertools.product(*self.candidates.values()):
             chosen = dict(zip(names, schemes, strict=True))
             for connections, buckets in itertools.product(self.connections, self._groupings(chosen)):

@@ -50,6 +50,8 @@ class LayerSpec(Value):
     """Why the structure is dense where the kind of layer would allow more."""
     is_sparse: bool = False
     """Autograd makes its gradient a sparse tensor, which only touched rows carry."""
+    is_shared: bool = False
+    """Another module uses one of its parameters too."""
     rows: int = 0
     """Rows of activations (outer product) or touched rows (rows) per rank and step; 0 where they were not seen."""
     factor_num_bytes: int = 4
@@ -142,6 +144,8 @@ class ModelProfile(Artifact):
     """Where the seconds come from: measured on which device, or scaled from which published figure."""
     device: ComputeRates | None = None
     """What the seconds were measured on; None where they are published or asked for, and hold anywhere."""
+    is_compiled: bool = False
+    """A part of the model is compiled: what happens in there, nobody sees."""
     step_seconds: float = 0.0
     """Forward and backward pass as measured from outside, median; the layers' seconds add up to nearly that."""
     optimizer: str = ""

@@ -140,6 +140,7 @@ def profile_structure(model: nn.Module) -> ModelProfile:
         model=type(getattr(model, "_orig_mod", model)).__name__,
         batch_size=0,
         layers=tuple(layer if block_of(layer.name, blocks) is None else _as_compiled(layer) for layer in layers),
+        is_compiled=bool(blocks),
     )
 
 
@@ -163,6 +164,7 @@ def layer_spec(name: str, module: nn.Module, parameters: dict[str, nn.Parameter]
         structure=structure,
         reason=reason,
         is_sparse=getattr(module, "sparse", False) is True,
+        is_shared=any(id(parameter) in shared for parameter in parameters.values()),
         factor_num_bytes=next(iter(parameters.values())).element_size(),
     )
 
@@ -202,7 +204,7 @@ class StepWatch:
 
     def __post_init__(self) -> None:
         base = profile_structure(self.model)
-        self._model_name = base.model
+        self._model_name, self._is_compiled = base.model, base.is_compiled
         self._layers = {layer.name: layer for layer in base.layers}
         blocks = compiled_blocks(self.model)
         for layer in base.layers:
@@ -298,6 +300,7 @@ class StepWatch:
             model=self._model_name,
             batch_size=batch_size,
             layers=tuple(self._judge(self._layers[name]) for name in order),
+            is_compiled=self._is_compiled,
         )
 
     def _judge(self, layer: LayerSpec) -> LayerSpec:
