@@ -9,13 +9,13 @@ from rich.table import Table
 
 from poseidon.breakdown import LABELS
 from poseidon.cluster.spec import ClusterSpec
-from poseidon.cluster.topology import rates_of
 from poseidon.errors import InfeasibleError
 from poseidon.plan import Plan
 from poseidon.planner.explain import what_it_waits_for
 from poseidon.planner.hosts import format_rate
 from poseidon.simulator import Simulation
 from poseidon.simulator import simulate as predict
+from poseidon.simulator.rates import rates_for
 from poseidon.timeline import merge
 from poseidon.units import format_seconds
 
@@ -34,7 +34,7 @@ def simulate(
     poseidon simulate plan.json --cluster lab.toml --timeline predicted.jsonl
     """
     chosen = Plan.load(plan)
-    rates = rates_of(ClusterSpec.find(cluster), device=chosen.profile.device, num_hosts=hosts)
+    rates = rates_for(chosen.profile, ClusterSpec.find(cluster), num_hosts=hosts)
     if chosen.world_size != rates.world_size:
         raise InfeasibleError(
             f"{plan} is for {chosen.world_size} ranks, but {cluster} has {rates.world_size}: make a plan for these, or "

@@ -6,11 +6,11 @@ from typing import Any
 from poseidon.artifact import Value
 from poseidon.cluster.rates import Rates
 from poseidon.cluster.spec import ClusterSpec
-from poseidon.cluster.topology import rates_of
 from poseidon.plan import Plan
 from poseidon.planner.search import memory_limit, search_plan
 from poseidon.planner.what_if import bottleneck
 from poseidon.profile.graph import ModelProfile
+from poseidon.simulator.rates import rates_for
 from poseidon.units import format_bandwidth
 
 ENOUGH = 0.02
@@ -83,7 +83,7 @@ def compare_hosts(
     for link in links:
         one = 0.0
         for count in sorted({1, *hosts}):
-            rates = rates_of(cluster, device=profile.device, num_hosts=count, bandwidth=link)
+            rates = rates_for(profile, cluster, num_hosts=count, bandwidth=link)
             plan = search_plan(
                 profile,
                 rates,

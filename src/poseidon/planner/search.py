@@ -17,7 +17,6 @@ from typing import Any
 
 from poseidon.cluster.rates import Rates
 from poseidon.cluster.spec import ClusterSpec
-from poseidon.cluster.topology import rates_of
 from poseidon.comm import CommScheme, Message
 from poseidon.plan import Choice, Plan, PredictedStep
 from poseidon.planner.bound import curve_of, lower_bound
@@ -28,6 +27,7 @@ from poseidon.planner.space import Space, label, make_space
 from poseidon.profile.graph import LayerSpec, ModelProfile
 from poseidon.simulator import Simulation, simulate
 from poseidon.simulator.build import planned_exchanges
+from poseidon.simulator.rates import rates_for
 from poseidon.timeline import Activity
 
 LAYER_STEPS = 36_000
@@ -102,7 +102,7 @@ def _rates_and_limit(
 ) -> tuple[Rates, int | None]:
     if isinstance(cluster, Rates):
         return cluster, None
-    return rates_of(cluster, device=profile.device, num_hosts=num_hosts), memory_limit(cluster, num_hosts)
+    return rates_for(profile, cluster, num_hosts=num_hosts), memory_limit(cluster, num_hosts)
 
 
 def find_plan(space: Space, judge: "Judge") -> Plan:
