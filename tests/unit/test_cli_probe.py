@@ -18,7 +18,7 @@ CARD = Interface(name="eth0", address="10.0.0.1", reason="it leads to 10.0.0.1")
 
 def cluster_of(num_hosts: int, *, num_ranks: int = 1, slow: str = "") -> ClusterSpec:
     names = [f"host{i}" for i in range(num_hosts)]
-    curve = Curve(num_bytes=(1024, 4 * 1024, 16 * 2**20), seconds=(1e-3, 2e-3, 0.1567))
+    curve = Curve(num_bytes=(1024, 4 * 1024, 16 * 2**20), seconds=(123e-6, 12.3e-3, 0.2223))
     device = Device(flops_per_s=58.89e9, memory_bandwidth=4.5e9, flops_per_s_by_busy={num_hosts * num_ranks: 35e9})
     hosts = tuple(
         Host(

@@ -37,11 +37,13 @@ from poseidon.units import (
     format_flops_per_s,
     format_seconds,
     format_traffic,
+    parse_bandwidth,
 )
 
 MOST_SHOWN_HOSTS = 5
 """Beyond this, a table of all pairs is too wide for 80 columns; the slowest pairs are listed instead."""
 SHOWN_PAIRS = 8
+MEGABIT = parse_bandwidth("1Mbit/s")
 
 
 def probe(
@@ -117,8 +119,9 @@ def draw(cluster: ClusterSpec, console: Console) -> None:
     if measured is None:
         return
     console.print()
-    console.print(_pairs(cluster, measured))
-    console.print()
+    if measured.pairs:
+        console.print(_pairs(cluster, measured))
+        console.print()
     console.print(_curves(measured))
     for line in sentences(cluster, measured):
         console.print(line, soft_wrap=True)
@@ -164,6 +167,16 @@ def _short(bandwidth: float) -> str:
     return format_bandwidth(_three_digits(bandwidth * BITS_PER_BYTE) / BITS_PER_BYTE)
 
 
+def _seconds(curve: Curve, size: int) -> str:
+    """Marked where nothing so large was measured."""
+    mark = "~" if size >= 2 * curve.num_bytes[-1] else ""
+    return mark + format_seconds(_three_digits(curve.at(size)))
+
+
+def _megabits(bandwidth: float) -> str:
+    return f"{_three_digits(bandwidth / MEGABIT):g}"
+
+
 def _three_digits(value: float) -> float:
     return float(f"{value:.2e}")
 
@@ -196,11 +209,10 @@ def _curves(measured: Measurements) -> Table:
     }
     columns |= {"exchange": measured.exchange[1], "inside\nhosts": measured.inner, "between\nhosts": measured.outer}
     shown = {name: curve for name, curve in columns.items() if curve is not None}
-    table = Table("sent by\na rank", *shown, title="seconds by size", box=SIMPLE_HEAD)
+    table = Table("sent by\na rank", *shown, title="seconds by size (~: by the slope)", box=SIMPLE_HEAD)
     largest = max(curve.num_bytes[-1] for curve in shown.values())
     for size in (size for size in SIZES if size < 2 * largest):
-        times = (format_seconds(_three_digits(curve.at(size))) for curve in shown.values())
-        table.add_row(format_bytes(size), *times)
+        table.add_row(format_bytes(size), *(_seconds(curve, size) for curve in shown.values()))
     table.add_section()
-    table.add_row("rate", *(_short(curve.bandwidth) for curve in shown.values()))
+    table.add_row("Mbit/s", *(_megabits(curve.bandwidth) for curve in shown.values()))
     return table

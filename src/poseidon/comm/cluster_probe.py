@@ -200,9 +200,9 @@ class _Probe:
         self.slowdowns = (max(1.0, slowdown), max(1.0, beside / alone))
 
     def _about(self, seconds: float) -> tuple[torch.Tensor, int]:
-        """A tensor whose all-reduce takes a tenth of that time at most, and how many of them fill it."""
+        """A tensor whose all-reduce takes a third of that time at most, and how many of them fill it."""
         curve = self.all_reduce[1]
-        sizes = [n for n, s in zip(curve.num_bytes, curve.seconds, strict=True) if s <= seconds / 10]
+        sizes = [n for n, s in zip(curve.num_bytes, curve.seconds, strict=True) if s <= seconds / 3]
         size = max(sizes, default=curve.num_bytes[0])
         count = round(size / timing.all_reduce_share(self.group.world_size) / BYTES_PER_FLOAT32)
         return torch.zeros(max(1, count), device=self.device), max(2, min(1000, round(seconds / curve.at(size))))
