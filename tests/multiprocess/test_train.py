@@ -137,6 +137,7 @@ def test_the_folder_is_complete(tmp_path: Path, task_file: str) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         "model.safetensors",
         "plan.json",
+        "predicted.jsonl",
         "run.json",
         "steps.jsonl",
         "tensorboard",
@@ -158,6 +159,7 @@ def test_the_folder_is_complete(tmp_path: Path, task_file: str) -> None:
     timeline = Timeline.load(folder / "timeline.jsonl")
     assert [(step.index, step.rank) for step in timeline.steps] == [(i, rank) for i in range(7) for rank in range(2)]
     assert Plan.load(folder / "plan.json").world_size == 2
+    assert all(step.seconds > 0 for step in Timeline.load(folder / "predicted.jsonl").steps)
     seen = {(interval.activity.value, interval.name) for step in timeline.steps for interval in step.intervals}
     whole = {(activity, "") for activity in ("loader", "forward", "backward", "optimizer")}
     assert seen >= whole | {("forward", "loss"), ("exposed", "losses")}

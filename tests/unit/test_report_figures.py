@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from poseidon.breakdown import StepParts
+from poseidon.cluster.rates import Rates
 from poseidon.errors import ConfigError
+from poseidon.plan import uniform_plan
 from poseidon.report.figures import Figures, compute_figures
 from poseidon.report.record import RunRecord, exchange_of
 from poseidon.timeline import Timeline
@@ -91,6 +93,19 @@ def test_nothing_was_predicted(tmp_path: Path) -> None:
     assert figures_of(tmp_path / "run", predicted=False).prediction is None
 
 
+def test_another_plan_is_predicted_with_the_rates_of_the_run(tmp_path: Path) -> None:
+    plan = runs.make_plan()
+    layers = [layer.model_copy(update={"backward_seconds": 0.1}) for layer in plan.profile.layers]
+    profile = plan.profile.model_copy(update={"layers": tuple(layers)})
+    uniform_plan(profile, 2).save(tmp_path / "other.json")
+    rates = Rates.equal(world_size=2, bandwidth=1e12).model_dump(mode="json")
+    record = RunRecord.load(runs.write_run(tmp_path / "run", rates=rates), tmp_path / "other.json")
+    prediction = compute_figures(record).prediction
+    assert prediction is not None
+    assert prediction.step_seconds == pytest.approx(0.3, rel=0.01)
+    assert record.predicted_of(1) == record.predicted_of(0)  # they are of one kind
+
+
 def test_another_run_is_the_baseline(tmp_path: Path) -> None:
     record = RunRecord.load(runs.write_run(tmp_path / "two"))
     surroundings = {**runs.make_facts()["surroundings"], "world_size": 1, "hosts": 1}
@@ -132,14 +147,23 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     steps = [_slow(step) for t in RunRecord.load(folder).timelines for step in t.steps]
     Timeline(steps=tuple(steps)).save(folder / "timeline.jsonl")
     bottleneck = compute_figures(RunRecord.load(folder)).bottleneck
-    assert bottleneck.kind == "slow rank"
-    assert "Rank 1 computes 90ms a step" in bottleneck.text
+    assert bottleneck.kind == "a slow rank"
+    assert "Rank 1 computes 90ms a step, the others 30ms" in bottleneck.text
 
 
-def _slow(step):
-    """Rank 0 computes 30 ms, rank 1 90 ms; what follows takes 10 ms."""
+def test_ranks_that_take_turns_in_being_slow(tmp_path: Path) -> None:
+    folder = runs.write_run(tmp_path / "run", baseline=None)
+    steps = [_slow(step, late=step.index % 2) for t in RunRecord.load(folder).timelines for step in t.steps]
+    Timeline(steps=tuple(steps)).save(folder / "timeline.jsonl")
+    bottleneck = compute_figures(RunRecord.load(folder)).bottleneck
+    assert bottleneck.kind == "uneven ranks"
+    assert "30% of a step" in bottleneck.text
+
+
+def _slow(step, late=1):
+    """One rank computes 90 ms, the other 30; what follows takes 10 ms."""
     backward, transfer, exposed = step.intervals[3], step.intervals[5], step.intervals[6]
-    ready, end = step.start + (0.03 if step.rank == 0 else 0.09), step.start + 0.1
+    ready, end = step.start + (0.09 if step.rank == late else 0.03), step.start + 0.1
     return step.model_copy(
         update={
             "intervals": (

@@ -27,6 +27,7 @@ from poseidon.cli.progress import Progress, StepsFile, Tensorboard, Watchers
 from poseidon.cli.virtual import VirtualOption, as_virtual
 from poseidon.comm.group import Group
 from poseidon.planner.space import check_allowed
+from poseidon.report.record import predict
 from poseidon.report.summary import Summary, draw, summarize
 from poseidon.runtime.attach import Run
 from poseidon.runtime.baseline import Baseline, measure_baseline
@@ -36,9 +37,8 @@ from poseidon.runtime.run_folder import RunFolder, check_unused
 from poseidon.runtime.surroundings import Surroundings, counted, device_of_rank, survey
 from poseidon.runtime.trainer import Outcome, Schedule
 from poseidon.runtime.trainer import train as train_task
-from poseidon.simulator import simulate
 from poseidon.tasks import Task, load_task
-from poseidon.timeline import Step, Timeline, merge, to_line
+from poseidon.timeline import Step, Timeline, to_line
 
 SUMMARIZED_STEPS = 200
 """The last steps of every rank, from which the closing summary is made."""
@@ -223,8 +223,7 @@ def _finish(
         ranks = ", ".join(map(str, elsewhere))
         logging.getLogger(__name__).warning("the timelines of ranks %s are in %s on their hosts", ranks, folder.path)
     folder.write_model(run.model, run.plan)
-    if run.rates is not None:
-        merge(simulate(run.plan.profile, run.plan, run.rates).timelines).save(folder.path / "predicted.jsonl")
+    folder.write_predicted(predict(run.plan, run.rates))
     result = {**outcome.model_dump(), "samples_per_s": outcome.samples_per_s, "summary": summary.model_dump()}
     found = {
         "clocks": clocks.model_dump(),

@@ -15,7 +15,6 @@ from poseidon.comm import AllReduce
 from poseidon.report.compare import Spread
 from poseidon.report.record import RunRecord, exchange_of
 from poseidon.report.summary import Summary, summarize
-from poseidon.runtime.baseline import Baseline
 from poseidon.timeline import Activity, Step, Timeline
 from poseidon.units import format_bandwidth, format_seconds, format_traffic
 
@@ -109,7 +108,7 @@ class ExchangeFigures(Value):
 class Bottleneck(Value):
     """What a step waits for most."""
 
-    kind: Literal["computing", "network", "slow rank", "loader", "unknown"]
+    kind: Literal["computing", "network", "a slow rank", "uneven ranks", "loader", "unknown"]
     text: str
     """In a sentence or two, with what could be gained."""
 
@@ -287,51 +286,57 @@ def _predicted_of(predicted: Sequence[Timeline], layers: tuple[str, ...]) -> tup
 
 
 def name_bottleneck(figures: Figures, record: RunRecord) -> Bottleneck:
-    """What a step waits for most, and what could be gained there."""
-    summary, shares = figures.summary, figures.summary.parts.shares()
-    if not summary.num_steps:
+    """What a step loses most time to, and what could be gained there.
+
+    Standing still counts whole. Of computing counts what it takes longer than on one rank alone, where that is known.
+    """
+    parts, alone = figures.summary.parts, record.facts.baseline
+    if not figures.summary.num_steps:
         return Bottleneck(kind="unknown", text="No step was recorded on all ranks.")
-    worst = max(("exposed", "waiting", "loader"), key=shares.__getitem__)
-    if shares[worst] < LIMITS_FROM:
-        return Bottleneck(kind="computing", text=_computing_limits(figures, record.facts.baseline))
+    worst = max(("exposed", "waiting", "loader"), key=lambda part: float(getattr(parts, part)))
+    seconds = float(getattr(parts, worst))
+    slower = parts.computing + parts.hidden - alone.parts.computing if alone is not None else 0.0
+    if seconds < LIMITS_FROM * parts.total or seconds < slower:
+        return Bottleneck(kind="computing", text=_computing_limits(figures, record))
     if worst == "loader":
-        text = f"Training waits for samples in {shares['loader']:.0%} of a step."
+        text = f"Training waits for samples in {parts.shares()['loader']:.0%} of a step."
         return Bottleneck(kind="loader", text=text)
     if worst == "waiting":
-        return Bottleneck(kind="slow rank", text=_slow_rank_limits(record, shares["waiting"]))
-    return Bottleneck(kind="network", text=_network_limits(figures, shares["exposed"]))
+        return _uneven_ranks(record, parts.shares()["waiting"])
+    return Bottleneck(kind="network", text=_network_limits(figures, parts.shares()["exposed"]))
 
 
-def _computing_limits(figures: Figures, alone: Baseline | None) -> str:
-    parts = figures.summary.parts
+def _computing_limits(figures: Figures, record: RunRecord) -> str:
+    parts, alone = figures.summary.parts, record.facts.baseline
     shares = parts.shares()
     text = f"Computing takes {shares['computing'] + shares['hidden']:.0%} of a step"
     if figures.summary.num_ranks > 1:
-        text += f", and a perfect network would gain no more than {shares['exposed'] + shares['waiting']:.0%}"
+        text += f"; a perfect network and equal ranks would save {shares['exposed'] + shares['waiting']:.0%}"
     text += "."
-    if alone is not None and alone.parts.computing:
-        slower = (parts.computing + parts.hidden) / alone.parts.computing
-        if slower >= SLOWER_FROM:
-            text += f" It takes {slower:.2f} times as long as on one rank alone"
-            most = figures.efficiency.most if figures.efficiency is not None else 1.0
-            text += ": the ranks share cores." if most < 1.0 else ": rebuilds, copies and the network's own work."
-    return text
+    if alone is None or not alone.parts.computing:
+        return text
+    more = parts.computing + parts.hidden - alone.parts.computing
+    if more < (SLOWER_FROM - 1.0) * alone.parts.computing:
+        return text
+    rebuild = statistics.fmean(step.seconds_in(Activity.REBUILD) for t in record.timelines for step in t.steps)
+    text += f" It takes {1 + more / alone.parts.computing:.2f} times as long as on one rank alone: "
+    if rebuild >= more / 2:
+        return f"{text}{format_seconds(rebuild)} of it rebuild gradients from factors."
+    return f"{text}copies, rebuilds, and whatever else is busy on the same cores."
 
 
-def _slow_rank_limits(record: RunRecord, share: float) -> str:
+def _uneven_ranks(record: RunRecord, share: float) -> Bottleneck:
     computing = {
         timeline.steps[0].rank: statistics.median(_computing_seconds(step) for step in timeline.steps)
         for timeline in record.timelines
     }
     slowest = max(computing, key=computing.__getitem__)
-    usual = statistics.median(computing.values())
+    usual = statistics.median(seconds for rank, seconds in computing.items() if rank != slowest)
     text = f"Ranks wait for one another in {share:.0%} of a step."
-    if computing[slowest] >= SLOWER_FROM * usual:
-        return (
-            f"{text} Rank {slowest} computes {format_seconds(computing[slowest])} a step, "
-            f"{format_seconds(usual)} are usual."
-        )
-    return f"{text} No rank is always the slow one: they take turns, as on shared cores."
+    if computing[slowest] < SLOWER_FROM * usual:
+        return Bottleneck(kind="uneven ranks", text=f"{text} No rank is always the slow one: they take turns.")
+    text += f" Rank {slowest} computes {format_seconds(computing[slowest])} a step, the others {format_seconds(usual)}."
+    return Bottleneck(kind="a slow rank", text=text)
 
 
 def _computing_seconds(step: Step) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from poseidon.artifact import write_whole
 from poseidon.errors import ConfigError
 from poseidon.report.figures import ExchangeFigures, Figures
-from poseidon.report.record import RunRecord
+from poseidon.report.record import CHANGES, RunRecord
 from poseidon.runtime.surroundings import counted
 from poseidon.units import format_bandwidth, format_seconds, format_traffic
 
@@ -55,6 +55,7 @@ def make_page(record: RunRecord, figures: Figures) -> str:
         record=record,
         facts=record.facts,
         note=record.facts.note[:1].upper() + record.facts.note[1:],
+        changed=any(event.kind in CHANGES for event in record.facts.events),
         ranks=counted(record.facts.surroundings.world_size, "rank"),
         figures=figures,
         layers=[_row(one, figures) for one in figures.exchanges],

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from poseidon.breakdown import LABELS, StepParts, find_last_starts
 from poseidon.report.figures import Figures
 from poseidon.report.lanes import nested, side_by_side, training_thread, transfers
-from poseidon.report.record import RunRecord
+from poseidon.report.record import CHANGES, RunRecord
 from poseidon.timeline import Activity, Interval, Step
 from poseidon.units import MILLISECONDS, format_seconds, format_traffic
 
@@ -195,6 +195,9 @@ def draw_curve(record: RunRecord, what: str) -> go.Figure:
         line={"color": PART_COLORS["computing"], "width": 2},
         hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
     )
+    for event in record.facts.events:
+        if event.kind in CHANGES:
+            figure.add_vline(x=event.exchange + 0.5, line={"width": 1, "dash": "dot", "color": PART_COLORS["other"]})
     layout = {**_base("step"), "showlegend": False}
     figure.update_layout(height=260, **layout)
     figure.update_yaxes(rangemode="tozero", automargin=True, fixedrange=True)

@@ -93,14 +93,14 @@ class RunRecord:
         if facts.result is None:
             notes.append("the run did not come to its end")
         own = folder / "plan.json"
-        chosen = Plan.load(plan) if plan else Plan.load(own) if own.exists() else None
+        given = None if plan is None else Plan.load(plan)
         return cls(
             folder=folder,
             facts=facts,
             results=_read_results(folder / "steps.jsonl"),
             timelines=timelines,
-            plan=chosen,
-            predicted=_predict(folder, facts, chosen, given=plan is not None),
+            plan=given or (Plan.load(own) if own.exists() else None),
+            predicted=_read_predicted(folder, facts, given),
             notes=notes,
         )
 
@@ -199,15 +199,19 @@ def _last_change(facts: Facts) -> int:
     return max((event.exchange for event in facts.events if event.kind in CHANGES), default=-1)
 
 
-def _predict(folder: Path, facts: Facts, plan: Plan | None, *, given: bool) -> Sequence[Timeline]:
-    """As it was written down with the run; computed now from the plan and the measured rates where it was not."""
+def _read_predicted(folder: Path, facts: Facts, given: Plan | None) -> Sequence[Timeline]:
+    """As it was written down with the run; another plan's is computed now, with the rates of the run."""
+    if given is not None:
+        return predict(given, facts.rates)
     path = folder / "predicted.jsonl"
-    if path.exists() and not given:
-        by_rank: dict[int, list[Step]] = defaultdict(list)
-        for step in Timeline.load(path).steps:
-            by_rank[step.rank].append(step)
-        return [Timeline(steps=tuple(by_rank[rank])) for rank in sorted(by_rank)]
-    rates = facts.rates
-    if plan is None or rates is None or not plan.profile.seconds or plan.world_size != rates.world_size:
+    by_rank: dict[int, list[Step]] = defaultdict(list)
+    for step in Timeline.load(path).steps if path.exists() else ():
+        by_rank[step.rank].append(step)
+    return [Timeline(steps=tuple(by_rank[rank])) for rank in sorted(by_rank)]
+
+
+def predict(plan: Plan, rates: Rates | None) -> Sequence[Timeline]:
+    """Predicted steps under a plan, one timeline for each kind of rank; none where layers or links were not timed."""
+    if rates is None or not plan.profile.seconds or plan.world_size != rates.world_size:
         return []
     return simulate(plan.profile, plan, rates).timelines

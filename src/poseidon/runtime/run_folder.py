@@ -6,7 +6,7 @@
 | `steps.jsonl` | one line per step: epoch, global loss, seconds, samples per second |
 | `timeline.jsonl` | what each rank did when, on rank 0's clock; until the end `timeline.rank3.jsonl`, each on its own |
 | `plan.json` | the plan at the end, to be given to `--plan` |
-| `predicted.jsonl` | what was predicted of its steps, one rank of each kind of host; where links were measured |
+| `predicted.jsonl` | what was predicted of its steps, one rank of each kind of host; where layers and links were timed |
 | `model.safetensors` | the trained model |
 | `tensorboard/` | the same figures for TensorBoard, where they were asked for |
 """
@@ -27,7 +27,7 @@ from poseidon.errors import ConfigError
 from poseidon.plan import Plan
 from poseidon.runtime.clocks import Clocks
 from poseidon.runtime.ledger import StepResult
-from poseidon.timeline import Step, to_line
+from poseidon.timeline import Step, Timeline, merge, to_line
 
 VERSION = 1
 
@@ -79,6 +79,11 @@ class RunFolder:
         """Writes the model and the plan; weights that are tied are written once."""
         save_model(model, str(self.path / "model.safetensors"))
         plan.save(self.path / "plan.json")
+
+    def write_predicted(self, timelines: Sequence[Timeline]) -> None:
+        """Writes predicted steps, if there are any."""
+        if timelines:
+            merge(timelines).save(self.path / "predicted.jsonl")
 
     def merge_timelines(self, clocks: Clocks) -> list[int]:
         """On all ranks together at the end: rank 0 makes one timeline of all that it finds in its folder.
