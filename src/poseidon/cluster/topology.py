@@ -291,11 +291,11 @@ class Bottleneck(Value):
         return self.link.stands_out or (self.device is not None and self.device.stands_out)
 
     def sentence(self) -> str:
-        """Both with their figures."""
+        """The slowest link with its figures, and the slowest device where it is clearly below the others."""
         rate, usual = format_bandwidth(self.link.value), format_bandwidth(self.link.typical)
         way = "from" if self.direction == "up" else "to"
         text = f"the slowest link is the one {way} {self.link.host}: {rate}, the others {usual}"
-        if self.device is None:
+        if self.device is None or not self.device.stands_out:
             return text
         flops, usual = format_flops_per_s(self.device.value), format_flops_per_s(self.device.typical)
         return f"{text}; the slowest device is that of {self.device.host}: {flops}, the others {usual}"

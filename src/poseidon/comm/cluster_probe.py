@@ -45,6 +45,9 @@ DISTURBED_SECONDS = 0.6
 MATRIX_SIZE = 512
 """Of the products that are computed beside transfers: a few milliseconds each."""
 ENDPOINT_SECONDS = 0.2
+IDLE_SECONDS = 0.3
+MOST_BUSY = 0.2
+"""A machine whose processors were used for more than this share beforehand is named."""
 _HERE = "127.0.0.1"
 
 OnPhase = Callable[[str, int, int], None]
@@ -115,7 +118,9 @@ class _Probe:
     def computing(self) -> None:
         """One rank of each machine alone, then 2, 4, … and all; only as far as ranks share a machine."""
         chosen = interface_in_use()
+        self.group.barrier()
         mine = {
+            "busy": psutil.cpu_percent(IDLE_SECONDS) / 100,  # while every rank of the machine waits here
             "interface": chosen and chosen.model_dump(),
             "memory": _memory(self.device, self.machines.count(self.machines[self.group.rank])),
         }
@@ -247,7 +252,19 @@ class _Probe:
             pairs=tuple(self.pair_rates),
         )
         spec = spec.model_copy(update={"measured": measured})
-        return spec.model_copy(update={"measured": measured.model_copy(update={"notes": tuple(slow_links(spec))})})
+        notes = (*self._busy_machines(), *slow_links(spec))
+        return spec.model_copy(update={"measured": measured.model_copy(update={"notes": notes})})
+
+    def _busy_machines(self) -> list[str]:
+        """In words, a machine once."""
+        said = {}
+        for name, ranks in self.hosts.items():
+            if (busy := self.facts[ranks[0]]["busy"]) > MOST_BUSY:
+                said.setdefault(
+                    self.machines[ranks[0]],
+                    f"the machine of {name} was {busy:.0%} busy with something else: figures may be too low",
+                )
+        return list(said.values())
 
     def _host(self, name: str, ranks: Sequence[int]) -> Host:
         facts = self.facts[ranks[0]]
