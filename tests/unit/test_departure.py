@@ -113,6 +113,7 @@ def test_so_is_one_that_waits_for_its_samples():
 def test_and_all_of_them_where_all_compute_more_slowly():
     suspect = Departure(before=tuple(ranks()), now=tuple(ranks(*[reading(0.8, computing=0.65)] * 3))).suspect()
     assert sorted(suspect.ranks) == [0, 1, 2]
+    assert blame_ranks(HOSTS, suspect) == "all ranks spend 650ms a step computing instead of 150ms"
 
 
 def test_nobody_is_where_all_stand_still_for_the_network():

@@ -20,13 +20,16 @@ def blame_ranks(hosts: Hosts, suspect: Suspect) -> str:
     """Which ranks need more time by themselves, or less, and what they spend it on."""
     host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
     names = [f"{host_of[rank]} ({_ranks([rank])})" for rank in suspect.ranks]
-    spends = "spends" if len(names) == 1 else "spend"
+    who = "all ranks" if len(names) == len(host_of) > 1 else _join(names)
+    spend = "spends" if len(names) == 1 else "spend"
     now, before = format_seconds(suspect.now), format_seconds(suspect.before)
-    return f"{_join(names)} {spends} {now} a step {_SPENT_ON[suspect.part]} instead of {before}"
+    return f"{who} {spend} {now} a step {_SPENT_ON[suspect.part]} instead of {before}"
 
 
 def blame_links(hosts: Hosts, before: Sequence[LinkSpeed], now: Sequence[LinkSpeed], *, slower: bool) -> str:
     """Which links move less than they did, or more; empty where none has changed by much.
+
+    Where one has changed far more than the others, it alone is named: it may have held them up.
 
     Args:
         hosts: In the same order as the speeds.
@@ -36,10 +39,7 @@ def blame_links(hosts: Hosts, before: Sequence[LinkSpeed], now: Sequence[LinkSpe
     """
     changed = {}
     for (host, ranks), there, here in zip(hosts.items(), before, now, strict=True):
-        changes = {
-            "sends": (there.send, here.send),
-            "receives": (there.receive, here.receive),
-        }
+        changes = {"sends": (there.send, here.send), "receives": (there.receive, here.receive)}
         if found := {verb: pair for verb, pair in changes.items() if _ratio(pair, slower) > CHANGED_RATIO}:
             verb, pair = max(found.items(), key=lambda item: _ratio(item[1], slower))
             changed[f"{host} ({_ranks(ranks)})"] = (verb if len(found) == 1 else "moves", pair)
