@@ -6,7 +6,7 @@
 | `steps.jsonl` | one line per step: epoch, global loss, seconds, samples per second |
 | `timeline.jsonl` | what each rank did when, on rank 0's clock; until the end `timeline.rank3.jsonl`, each on its own |
 | `plan.json` | the plan at the end, to be given to `--plan` |
-| `predicted.jsonl` | what was predicted of its steps, one rank of each kind of host; where layers and links were timed |
+| `predicted.jsonl` | steps as predicted, of one rank of each kind; where layers and links were timed |
 | `model.safetensors` | the trained model |
 | `tensorboard/` | the same figures for TensorBoard, where they were asked for |
 """
