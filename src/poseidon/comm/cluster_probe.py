@@ -257,7 +257,7 @@ class _Probe:
 
     def _busy_machines(self) -> list[str]:
         """In words, a machine once."""
-        said = {}
+        said: dict[str, str] = {}
         for name, ranks in self.hosts.items():
             if (busy := self.facts[ranks[0]]["busy"]) > MOST_BUSY:
                 said.setdefault(
