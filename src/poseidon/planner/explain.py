@@ -17,7 +17,7 @@ from poseidon.units import format_bandwidth, format_bytes, format_seconds, forma
 
 SHOWN_LAYERS = 20
 """Layers with a line of their own: those that cost most."""
-NAME_WIDTH = 16
+NAME_WIDTH = 18
 MOST_WIDE_COLUMNS = 7
 """Tables of more columns stand closer, to keep to 80 characters."""
 SHORT_LABELS = {
@@ -201,9 +201,14 @@ def _seconds(value: float) -> str:
 
 
 def _short_name(name: str) -> str:
-    """The end of a long name says more than its beginning."""
-    name = name or "(model)"
-    return name if len(name) <= NAME_WIDTH else "…" + name[1 - NAME_WIDTH :]
+    """Parts of a long name become their first letters, from the left on; numbers stay, since they tell layers apart."""
+    parts = (name or "(model)").split(".")
+    for index in range(len(parts) - 1):
+        if len(".".join(parts)) <= NAME_WIDTH:
+            break
+        parts[index] = parts[index] if parts[index].isdigit() else parts[index][:1]
+    short = ".".join(parts)
+    return short if len(short) <= NAME_WIDTH else short[: NAME_WIDTH - 1] + "…"
 
 
 def _short_label(text: str) -> str:

@@ -30,13 +30,17 @@ from poseidon.simulator.build import planned_exchanges
 from poseidon.simulator.rates import rates_for
 from poseidon.timeline import Activity
 
-LAYER_STEPS = 36_000
+LAYER_STEPS = 30_000
 """Layers times steps that one search may simulate: some seconds of one processor."""
 MOST_STEPS = 6_000
 """As many steps are simulated at most, however small the model."""
 FEWEST_STEPS = 60
 SHARE_FOR_RUNNERS_UP = 0.3
 """Of the steps that may be simulated, how many are kept for what each layer's next best scheme would have given."""
+GAPS = ((0, 2), (1, 2), (0, 3))
+"""Sets of layers that are deferred with gaps between them: the first one, and every so many after it."""
+SMALL = 16
+"""Layers up to which each move is tried with the same buckets and with new ones."""
 MOVES_AWAY = 3
 """How many moves away from the best plan the search begins anew."""
 PATIENCE = 8
@@ -325,12 +329,13 @@ def _connect(space: Space, connections: int, plan: Plan) -> Iterator[Plan]:
 
 
 def _change(space: Space, names: Sequence[str], scheme: CommScheme, plan: Plan) -> Iterator[Plan]:
-    """Some layers on another scheme, with the buckets cut anew; one layer also without that."""
+    """Some layers on another scheme, with the buckets cut anew; one layer without that, except in a small model."""
     if any(plan.schemes[name] != scheme for name in names):
         changed = space.with_scheme(plan, names, scheme)
         if len(names) == 1:
             yield changed
-        yield from _rebucketed(changed, space)
+        if len(names) > 1 or _is_small(space):
+            yield from _rebucketed(changed, space)
 
 
 def _defer(space: Space, deferred: Sequence[str], plan: Plan) -> Iterator[Plan]:
@@ -369,7 +374,12 @@ def _toggle_deferral(space: Space, name: str, plan: Plan) -> Iterator[Plan]:
     changed = space.with_deferred(plan, deferred)
     if changed.buckets:
         yield changed
-    yield from _rebucketed(changed, space)
+    if not changed.buckets or _is_small(space):
+        yield from _rebucketed(changed, space)
+
+
+def _is_small(space: Space) -> bool:
+    return len(space.candidates) <= SMALL
 
 
 def _sorts(space: Space) -> list[list[str]]:
@@ -393,10 +403,18 @@ def _by_weight(space: Space) -> list[str]:
 
 
 def _few_deferrals(space: Space) -> list[tuple[str, ...]]:
-    """No layer, and the first or the last 1, 2, 4, … of the forward pass, and all."""
+    """No layer, the first and the last part of the forward pass, every so many of all, of the first and the last half.
+
+    Where the link is the limit, what is deferred and what is not should share backward between them, so that the link
+    is never idle: hence the sets with gaps.
+    """
     names = space.deferrable
-    counts = [1 << bit for bit in range(len(names).bit_length() - 1)]
-    return [(), *(part for count in counts for part in (names[:count], names[-count:])), names] if names else []
+    count = len(names)
+    parts = [
+        part for cut in (1, count // 8, count // 4, count // 2) for part in (names[: cut or 1], names[-cut or -1 :])
+    ]
+    parts += [part[first::every] for part in (names, names[: count // 2], names[count // 2 :]) for first, every in GAPS]
+    return list(dict.fromkeys([(), *parts, names])) if names else []
 
 
 def _alike(names: Sequence[str], plan: Plan) -> bool:
