@@ -24,6 +24,7 @@ all the time is not chased."""
 MOST_CALM_READINGS = 640
 OWN_SHARE = 0.5
 """A rank whose own time grew by so much of what the step grew is the cause."""
+_BUSY_OR_STILL = frozenset((*COMPUTING, Activity.EXPOSED))
 
 
 class Reading(NamedTuple):
@@ -55,7 +56,7 @@ class Reading(NamedTuple):
         return cls(
             step=step.seconds,
             exposed=exposed,
-            computing=_covered(i for i in step.intervals if i.activity in (*COMPUTING, Activity.EXPOSED)) - exposed,
+            computing=_covered(i for i in step.intervals if i.activity in _BUSY_OR_STILL) - exposed,
             loader=step.seconds_in(Activity.LOADER),
         )
 
