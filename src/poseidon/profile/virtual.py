@@ -47,10 +47,13 @@ class DeviceClock:
 
 
 class Zeros:
-    """Tensors of zeros that share one stretch of memory, which the system hands out only where it is written to."""
+    """Tensors of zeros that share one stretch of memory, which the system hands out only where it is written to.
+
+    Autograd does not know that they share it: what is written into one may be saved for backward as another.
+    """
 
     def __init__(self, num_bytes: int) -> None:
-        self._bytes = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+        self._bytes = np.zeros(num_bytes, dtype=np.uint8)
 
     def like(self, spec: TensorSpec) -> torch.Tensor:
         """A contiguous tensor."""
@@ -58,7 +61,7 @@ class Zeros:
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor."""
-        return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return torch.from_numpy(self._bytes[: prod(shape) * dtype.itemsize]).view(dtype).view(shape)
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
