@@ -44,6 +44,8 @@ def probed(rank, world_size, ranks_per_host):
     cluster_probe.RECORD_SIZES = (KIB, 16 * KIB)
     cluster_probe.BATCH_SECONDS = 0.002
     cluster_probe.DISTURBED_SECONDS = 0.05
+    cluster_probe.IDLE_SECONDS = 0.01
+    cluster_probe.MOST_BUSY = -1.0  # every machine is
     device.SECONDS_EACH = 0.01
     group = join.init(max_connections=2)
     phases = []
@@ -73,6 +75,8 @@ def test_everything_is_measured_and_everybody_knows_it(tmp_path):
     assert measured.exchange[1].num_bytes[0] == 1024
     assert (measured.inner, measured.outer) == (None, None)
     assert measured.broadcast.num_bytes == measured.all_gather.num_bytes == (KIB, 16 * KIB)
+    (note,) = [note for note in measured.notes if "busy" in note]
+    assert note.startswith("the machine of host0 was "), "its three hosts share it: said once"
     names = [host.name for host in cluster.hosts]
     assert [(p.sender, p.receiver) for p in measured.pairs] == [(a, b) for a in names for b in names if a != b]
     cluster.save(tmp_path / "cluster.toml")

@@ -3,10 +3,10 @@
 import pytest
 
 from poseidon.cluster.curve import Curve
-from poseidon.cluster.measurements import Measurements
+from poseidon.cluster.measurements import Measurements, PairRate
 from poseidon.cluster.rates import UNLIMITED
 from poseidon.cluster.spec import ClusterSpec, Device, Host, Link
-from poseidon.cluster.topology import bottleneck, levels, rates_of
+from poseidon.cluster.topology import bottleneck, levels, rates_of, slow_links
 from poseidon.errors import ClusterError
 from poseidon.profile.graph import ComputeRates
 
@@ -172,3 +172,36 @@ def test_the_bottleneck_has_a_name_and_figures():
     even = bottleneck(ClusterSpec(hosts=tuple(hosts)))
     assert not even.link.stands_out
     assert even.sentence().endswith("the slowest device is that of a: 50GFLOP/s, the others 100GFLOP/s")
+
+
+def with_pairs(cluster, **rates):
+    """Measured pairs, all at 1 Gbit/s but those given as `host0_host1=rate`."""
+    names = [host.name for host in cluster.hosts]
+    pairs = [
+        PairRate(sender=a, receiver=b, latency=1e-4, bandwidth=rates.get(f"{a}_{b}", GIGABIT))
+        for a in names
+        for b in names
+        if a != b
+    ]
+    return cluster.model_copy(update={"measured": probed(pairs=tuple(pairs)).measured})
+
+
+def test_links_below_their_siblings_are_named_with_figures():
+    alike = ClusterSpec.uniform(num_hosts=3, bandwidth=GIGABIT)
+    assert slow_links(alike) == []
+    slightly = alike.with_link("host1", Link(up=0.75 * GIGABIT, down=GIGABIT))
+    assert slow_links(slightly) == []
+    slow = alike.with_link("host1", Link(up=0.5 * GIGABIT, down=GIGABIT))
+    assert slow_links(slow) == ["the link of host1 is slow: 500Mbit/s up, the others 1Gbit/s"]
+
+
+def test_a_pair_below_what_both_move_with_others_is_named():
+    cluster = with_pairs(ClusterSpec.uniform(num_hosts=3, bandwidth=GIGABIT), host0_host2=GIGABIT / 10)
+    assert slow_links(cluster) == ["host0 to host2 is slow: 100Mbit/s, while both move 1Gbit/s with others"]
+
+
+def test_of_two_hosts_the_slower_way_is_named():
+    link = Link(up=GIGABIT / 10, down=GIGABIT), Link(up=GIGABIT, down=GIGABIT / 10)
+    hosts = tuple(Host(name=f"host{i}", link=link[i]) for i in range(2))
+    cluster = with_pairs(ClusterSpec(hosts=hosts), host0_host1=GIGABIT / 10)
+    assert slow_links(cluster) == ["host0 to host1 is slow: 100Mbit/s, 1Gbit/s the other way"]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from poseidon.cluster.curve import Curve
 from poseidon.cluster.link_meter import measure_rate
 from poseidon.cluster.measurements import Interface, Measurements, PairRate, rounded
+from poseidon.cluster.rates import UNLIMITED
 from poseidon.cluster.spec import ClusterSpec, Device, Host, Link
 from poseidon.cluster.topology import slow_links
 from poseidon.comm import timing
@@ -281,7 +282,7 @@ class _Probe:
         up = [pair for pair in self.pair_rates if pair.sender == name]
         down = [pair for pair in self.pair_rates if pair.receiver == name]
         if not up or not down:
-            return Link.symmetric(rounded(self.endpoint or 1.0))
+            return Link.symmetric(rounded(self.endpoint or UNLIMITED))
         latency = min(pair.latency for pair in (*up, *down))
         return Link(up=max(p.bandwidth for p in up), down=max(p.bandwidth for p in down), latency=latency)
 
