@@ -8,6 +8,7 @@ chooses again, and the new plan has to win against the present one. All of it is
 as any other.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -16,16 +17,19 @@ from poseidon.cluster.rates import UNLIMITED, HostRates, Rates
 from poseidon.comm import AllReduce, SparseRows
 from poseidon.comm.probe import measure_rates
 from poseidon.comm.sufficient_factor import LinearMath
+from poseidon.errors import InfeasibleError
 from poseidon.plan import Plan, uniform_plan
 from poseidon.profile.graph import GradientStructure, ModelProfile
 from poseidon.profile.structure import StepWatch
-from poseidon.runtime.attach import Run
+from poseidon.runtime.attach import Run, check_plan
 from poseidon.runtime.departure import LASTING_RATIO, Departure
 from poseidon.runtime.monitor import Monitor
 from poseidon.runtime.observation import Observation, Observed
 from poseidon.runtime.surroundings import find_hosts
 from poseidon.runtime.trial import Trial, Verdict
 from poseidon.units import format_bandwidth, format_flops_per_s, format_seconds
+
+log = logging.getLogger(__name__)
 
 Chooser = Callable[[ModelProfile, Rates, Sequence[str], Sequence[str]], Plan]
 """From profile, rates, order of arrival and the layers with sparse gradients to a plan."""
@@ -75,11 +79,20 @@ class Adoption:
         rates = measure_rates(run.group, _rebuild_of(observed.profile, run))
         run.rates = _with_hosts(rates, find_hosts(run.group), observed.compute_scales)
         run.note("measured", f"measured {_in_words(run.rates)}")
-        chosen = None
-        if run.group.rank == 0:
-            chosen = self._choose(observed.profile, run.rates, self._arrival(observed.profile), self._sparse)
-        plan = Plan.parse(run.group.broadcast_text(chosen.to_json() if chosen else ""), source="rank 0's plan")
+        chosen = self._chosen(observed.profile, run.rates).to_json() if run.group.rank == 0 else ""
+        plan = Plan.parse(run.group.broadcast_text(chosen), source="rank 0's plan")
         run.recorder.restart()
+        return plan
+
+    def _chosen(self, profile: ModelProfile, rates: Rates) -> Plan:
+        """What rank 0 chooses; plain all-reduce where that cannot be put to work on this model and optimizer."""
+        run = self._run
+        plan = self._choose(profile, rates, self._arrival(profile), self._sparse)
+        try:
+            check_plan(plan, run.model, run.optimizer, run.group)
+        except InfeasibleError as error:
+            log.warning("the plan that was found is not used: %s", error)
+            return _plain(plan, self._sparse)
         return plan
 
     def _arrival(self, profile: ModelProfile) -> list[str]:
