@@ -26,7 +26,6 @@ from poseidon.comm import timing
 from poseidon.comm.group import Group
 from poseidon.comm.pairs import measure_pairs
 from poseidon.comm.probe import fastest
-from poseidon.comm.reach import interface_in_use
 from poseidon.profile.device import measure_compute
 from poseidon.profile.graph import ComputeRates
 from poseidon.units import BYTES_PER_FLOAT32, KIB, MIB
@@ -61,6 +60,7 @@ def measure_cluster(
     machines: Sequence[str],
     *,
     device: torch.device | None = None,
+    interface: Interface | None = None,
     on_phase: OnPhase = lambda what, index, count: None,
 ) -> ClusterSpec:
     """Measures everything; called on all ranks together.
@@ -70,12 +70,13 @@ def measure_cluster(
         hosts: The ranks of each host by its name, in order; each rank once.
         machines: By rank: the same text for ranks that share cores, as those of emulated hosts do.
         device: What this rank computes on; the processor if None.
+        interface: Over which this rank talks to the others.
         on_phase: Told how far it is.
 
     Raises:
         CommError: A rank is gone, or an exchange failed.
     """
-    probe = _Probe(group, {name: list(ranks) for name, ranks in hosts.items()}, list(machines), device)
+    probe = _Probe(group, {name: list(ranks) for name, ranks in hosts.items()}, list(machines), device, interface)
     phases: list[tuple[str, Callable[[], None]]] = [
         ("computing, one rank and several at once", probe.computing),
         ("every pair of hosts", probe.pairs),
@@ -100,12 +101,18 @@ class _Probe:
     """What has been found so far; every method is called on all ranks together."""
 
     def __init__(
-        self, group: Group, hosts: Mapping[str, list[int]], machines: list[str], device: torch.device | None
+        self,
+        group: Group,
+        hosts: Mapping[str, list[int]],
+        machines: list[str],
+        device: torch.device | None,
+        interface: Interface | None,
     ) -> None:
         self.group = group
         self.hosts = hosts
         self.machines = machines
         self.device = device
+        self.interface = interface
         self.connections = [n for n in CONNECTIONS if n <= group.max_connections] if group.world_size > 1 else []
         self.compute: dict[int, list[ComputeRates | None]] = {}
         """By the number of ranks that were busy: what each rank reached, None where it was not among them."""
@@ -118,11 +125,10 @@ class _Probe:
 
     def computing(self) -> None:
         """One rank of each machine alone, then 2, 4, … and all; only as far as ranks share a machine."""
-        chosen = interface_in_use()
         self.group.barrier()
         mine = {
             "busy": psutil.cpu_percent(IDLE_SECONDS) / 100,  # while every rank of the machine waits here
-            "interface": chosen and chosen.model_dump(),
+            "interface": self.interface and self.interface.model_dump(),
             "memory": _memory(self.device, self.machines.count(self.machines[self.group.rank])),
         }
         self.facts = self._gather(mine)

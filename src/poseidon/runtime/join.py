@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from poseidon.cluster.measurements import Interface
 from poseidon.comm.group import Group
 from poseidon.comm.liveness import Liveness
 from poseidon.comm.reach import (
@@ -276,6 +277,7 @@ def choose_interface(address: str, port: int) -> None:
     if is_loopback(chosen.address) and _is_misled(address):
         entry = loopback_entry(address) or entry
         chosen = default_interface() or chosen
+    _joined["interface"] = chosen
     os.environ["GLOO_SOCKET_IFNAME"] = chosen.name
     os.environ.setdefault("NCCL_SOCKET_IFNAME", chosen.name)
     log.info("using interface %s (%s): %s", chosen.name, chosen.address, chosen.reason)
@@ -287,6 +289,12 @@ def choose_interface(address: str, port: int) -> None:
         )
 
 
+def interface_of_process() -> Interface | None:
+    """The card over which this process talks to the other ranks, and why; None where nobody chose one."""
+    chosen: Interface | None = _joined.get("interface")
+    return chosen or interface_in_use()
+
+
 def spans_hosts() -> bool:
     """Whether the launcher has put ranks on other hosts too, as far as it says."""
     return "LOCAL_WORLD_SIZE" in os.environ and _number("LOCAL_WORLD_SIZE", 1) < _number("WORLD_SIZE", 1)
@@ -295,7 +303,7 @@ def spans_hosts() -> bool:
 def _coordinator() -> tuple[str, int]:
     """Address and port of the rendezvous store, seen from this host."""
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
-    if _is_misled(address) and (chosen := interface_in_use()) is not None:
+    if _is_misled(address) and (chosen := interface_of_process()) is not None:
         return chosen.address, port
     return address, port
 
@@ -318,7 +326,7 @@ def _hint() -> str:
 
 
 def _check_pairs(store: Store, rank: int, world_size: int) -> None:
-    chosen = interface_in_use()
+    chosen = interface_of_process()
     if chosen is None or world_size == 1:
         return
     check_pairs(

@@ -9,7 +9,7 @@ from poseidon.cluster.spec import ClusterSpec
 from poseidon.comm.cluster_probe import OnPhase, measure_cluster
 from poseidon.comm.group import Group
 from poseidon.comm.reach import loopback_entry
-from poseidon.runtime.join import group_of_process
+from poseidon.runtime.join import group_of_process, interface_of_process
 from poseidon.runtime.surroundings import find_hosts, machine
 
 MAX_CONNECTIONS = 4
@@ -45,7 +45,9 @@ def probe_cluster(
     group = group or group_of_process()
     hosts = find_hosts(group)
     machines = group.all_gather_text(machine(), "asking who shares a machine")
-    cluster = measure_cluster(group, hosts, machines, device=device, on_phase=on_phase)
+    cluster = measure_cluster(
+        group, hosts, machines, device=device, interface=interface_of_process(), on_phase=on_phase
+    )
     notes = _misled(group, hosts, machines)
     if not notes or cluster.measured is None:
         return cluster
