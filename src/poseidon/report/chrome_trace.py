@@ -1,7 +1,7 @@
 """A run as a Chrome trace, which Perfetto and chrome://tracing open.
 
-A process is a rank. Its first thread shows the steps, the second what the training thread does, the others what is on
-the wire, as many as transfers overlap. The predicted step is a process of its own beside each rank, drawn where the
+A process is a rank. Its first thread shows what the training thread does, the next ones what is on the wire, as many as
+transfers overlap, the last one the steps. The predicted step is a process of its own beside each rank, drawn where the
 typical measured step begins.
 
 Source: the trace event format of Chromium's "Trace Event Format" document: complete (`X`) and metadata (`M`) events,
@@ -19,9 +19,8 @@ from poseidon.report.record import RunRecord
 from poseidon.timeline import Activity, Interval, Step
 from poseidon.units import MICROSECONDS
 
-MEASURED_PID, PREDICTED_PID, PIDS_PER_RANK = 1, 2, 2
-"""Of rank 0; viewers sort by them, and zero means something else there."""
-STEPS_TID, TRAINING_TID = 1, 2
+MEASURED_PID, PREDICTED_PID, PIDS_PER_RANK = 100, 200, 200
+"""Of rank 0. In between is room for threads: viewers take the one with the number of its process as the main one."""
 COLORS = {
     Activity.FORWARD: "thread_state_running",
     Activity.BACKWARD: "rail_animation",
@@ -70,19 +69,23 @@ def _predicted(record: RunRecord, start: float) -> Iterator[Event]:
 
 
 def _process(pid: int, name: str, steps: Sequence[Step], start: float, record: RunRecord) -> Iterator[Event]:
-    yield _metadata("process_name", pid, STEPS_TID, name=name)
-    yield _metadata("process_sort_index", pid, STEPS_TID, sort_index=pid)
+    yield _metadata("process_name", pid, pid, name=name)
+    yield _metadata("process_sort_index", pid, pid, sort_index=pid)
     intervals = [interval for step in steps for interval in step.intervals]
-    yield _metadata("thread_name", pid, STEPS_TID, name="steps")
-    yield _metadata("thread_sort_index", pid, STEPS_TID, sort_index=STEPS_TID)
-    for step in steps:
-        yield _slice(pid, STEPS_TID, f"step {step.index}", "step", (step.start, step.end), start, scheme=step.scheme)
-    rows = [("training thread", lane) for lane in nested(training_thread(intervals))]
-    rows += [("on the wire", lane) for lane in side_by_side(transfers(intervals))]
-    for tid, (label, lane) in enumerate(rows, start=TRAINING_TID):
-        yield _metadata("thread_name", pid, tid, name=label)
-        yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+    lanes = [("training thread", lane) for lane in nested(training_thread(intervals))]
+    lanes += [("on the wire", lane) for lane in side_by_side(transfers(intervals))]
+    for tid, (label, lane) in enumerate(lanes, start=pid):
+        yield from _thread(pid, tid, label)
         yield from (_event(pid, tid, interval, start, record) for interval in lane)
+    tid = pid + len(lanes)
+    yield from _thread(pid, tid, "steps")
+    for step in steps:
+        yield _slice(pid, tid, f"step {step.index}", "step", (step.start, step.end), start, scheme=step.scheme)
+
+
+def _thread(pid: int, tid: int, name: str) -> Iterator[Event]:
+    yield _metadata("thread_name", pid, tid, name=name)
+    yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
 
 
 def _event(pid: int, tid: int, interval: Interval, start: float, record: RunRecord) -> Event:
