@@ -1,5 +1,7 @@
 """From laps to layers, with laps made up: what is folded, what is left out, what the figures are."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -27,9 +29,9 @@ def watched(*passes: Pass) -> tuple[ModelProfile, LapWatch]:
     return step.profile(2), watch
 
 
-def composed(*passes: Pass, fastest_seconds: float | None = None) -> ModelProfile:
+def composed(*passes: Pass, step_seconds: Sequence[float] = ()) -> ModelProfile:
     profile, watch = watched(*passes)
-    return compose(profile, watch, lambda layer, module: 0.75, fastest_seconds=fastest_seconds)
+    return compose(profile, watch, lambda layer, module: 0.75, step_seconds=step_seconds)
 
 
 def layers_of(profile: ModelProfile) -> dict[str, LayerSpec]:
@@ -84,14 +86,22 @@ def test_medians_are_scaled_to_add_up_to_the_median_pass() -> None:
 
 
 def test_what_calling_hooks_takes_is_left_out_lap_by_lap() -> None:
-    profile = composed(STEP, fastest_seconds=sum(STEP.values()) - 12 * 2e-6)
+    profile = composed(STEP, step_seconds=[sum(STEP.values()) - 12 * 2e-6])
     assert profile.seconds == pytest.approx(sum(STEP.values()) - 12 * 2e-6, abs=1e-9)
     assert layers_of(profile)["1"].forward_seconds == pytest.approx(0.5 - 2e-6, abs=1e-9)
 
 
 def test_a_difference_that_hooks_cannot_make_stays() -> None:
-    profile = composed(STEP, fastest_seconds=sum(STEP.values()) / 2)
+    profile = composed(STEP, step_seconds=[sum(STEP.values()) / 2])
     assert profile.seconds == pytest.approx(sum(STEP.values()), rel=1e-4)
+
+
+def test_a_pass_is_compared_with_its_neighbor() -> None:
+    """The machine was twice as busy during the last two pairs of passes: layers explain a step all the same."""
+    busy = {key: 2 * seconds for key, seconds in STEP.items()}
+    step = sum(STEP.values())
+    assert composed(STEP, busy, busy, step_seconds=[step, 2 * step, 2 * step]).seconds == pytest.approx(2 * step)
+    assert composed(STEP, STEP, busy, step_seconds=[step, 2 * step, 2 * step]).seconds == pytest.approx(2 * step)
 
 
 def test_a_module_called_loss_keeps_its_name() -> None:

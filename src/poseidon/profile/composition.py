@@ -41,24 +41,25 @@ class _Times:
 
 
 def compose(
-    structure: ModelProfile, watch: LapWatch, share: WeightGradientShare, *, fastest_seconds: float | None = None
+    structure: ModelProfile, watch: LapWatch, share: WeightGradientShare, *, step_seconds: Sequence[float] = ()
 ) -> ModelProfile:
     """All that is computed in a step, with the medians over the passes that the watch has kept.
 
     The medians are scaled by one common factor, close to 1, so that they add up to the median pass: the median of a sum
-    is not the sum of medians. Where passes without hooks are known and took less, the difference is what calling the
-    hooks takes (a few microseconds a lap); each lap bears the same part of it, and it is left out.
+    is not the sum of medians. Where passes without hooks are known, passes are compared with their neighbors, since a
+    machine may be busier at one time than at another; and if the fastest took less, the difference is what calling the
+    hooks takes (a few microseconds a lap): each lap bears the same part of it, and it is left out.
 
     Args:
         structure: The layers that own parameters, as `StepWatch` found them.
         watch: After one pass at least; without kept passes there are no seconds.
         share: Asked for fully connected layers that were given something that needs a gradient.
-        fastest_seconds: Of the fastest pass without hooks.
+        step_seconds: Of passes without hooks, each right after a kept one.
     """
     order = _order(structure, watch)
     laps = watch.laps
-    overhead = 0.0 if fastest_seconds is None else laps.overhead(fastest_seconds)
-    total = laps.median_seconds - overhead * laps.num_laps
+    overhead = laps.overhead(min(step_seconds)) if step_seconds else 0.0
+    total = laps.typical_seconds(step_seconds) - overhead * laps.num_laps
     times = {name: _times(watch, name, overhead) for name in (*order, LOSS)}
     gaps = {name: _times(watch, outside_name(name), overhead) for name in watch.facts.modules}
     _fold(times, gaps, total)

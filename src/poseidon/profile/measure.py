@@ -97,9 +97,10 @@ def profile_model(
             if on_pass is not None:
                 on_pass(number + 1, total)
         share = Products(device).weight_gradient_share
-        profile = compose(structure, watch, share, fastest_seconds=min(training.step_seconds))
+        profile = compose(structure, watch, share, step_seconds=training.step_seconds)
     rates = measure_compute(device)
-    where = rates.name if device.type == "cuda" else f"{rates.threads} threads of {rates.name}"
+    threads = "1 thread" if rates.threads == 1 else f"{rates.threads} threads"
+    where = rates.name if device.type == "cuda" else f"{threads} of {rates.name}"
     return profile.model_copy(
         update={
             "source": f"measured on {where}, median of {num_passes} passes",
@@ -251,7 +252,7 @@ class LayerTimer:
         return timed.model_copy(
             update={
                 "source": f"measured while training, median of {len(laps.passes)} steps",
-                "step_seconds": laps.median_seconds,
+                "step_seconds": laps.typical_seconds(),
             }
         )
 

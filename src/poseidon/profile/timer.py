@@ -8,7 +8,7 @@ one begins. So every moment of a step belongs to somebody. What the hooks themse
 The values that pass are left alone, and so is the graph: no view, no copy, no wrapper comes between.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -108,9 +108,18 @@ class Laps:
         return [max(0.0, seconds.get((name, backward), 0.0) - overhead) for seconds in self.passes]
 
     @property
-    def median_seconds(self) -> float:
-        """Of the kept passes, all laps together."""
-        return median(sum(seconds.values()) for seconds in self.passes) if self.passes else 0.0
+    def totals(self) -> list[float]:
+        """Seconds of each kept pass, all laps together."""
+        return [sum(seconds.values()) for seconds in self.passes]
+
+    def typical_seconds(self, neighbors: Sequence[float] = ()) -> float:
+        """Of a pass: the median, or the median ratio to neighbors that were not looked at, times theirs."""
+        if not self.passes:
+            return 0.0
+        if not neighbors:
+            return median(self.totals)
+        ratios = [total / other for total, other in zip(self.totals, neighbors, strict=True)]
+        return median(ratios) * median(neighbors)
 
     @property
     def num_laps(self) -> int:
@@ -123,8 +132,7 @@ class Laps:
         Args:
             fastest_seconds: Of the fastest pass that was not looked at. The fastest of either kind was disturbed least.
         """
-        fastest = min((sum(seconds.values()) for seconds in self.passes), default=0.0)
-        difference = max(0.0, fastest - fastest_seconds)
+        difference = max(0.0, min(self.totals, default=0.0) - fastest_seconds)
         return min(difference / max(1, self.num_laps), MOST_LAP_OVERHEAD)
 
 
