@@ -87,6 +87,10 @@ class Pair:
     def backward_alone(self, index: int) -> None:
         """The mean over what every rank does."""
         self.optimizer_alone.zero_grad()
+        self.accumulate_alone(index)
+
+    def accumulate_alone(self, index: int) -> None:
+        """As `backward_alone`, added to the gradients that are there."""
         for rank in range(self.world_size):
             batch = self.data(rank, index)
             if batch is not None:

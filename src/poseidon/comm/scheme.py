@@ -215,6 +215,7 @@ class Transfer:
         """Whether its data has been there since the last reset."""
         self._go = threading.Event()
         """The same, until it is issued: what is handed over for the next step before its reset is not issued twice."""
+        self.issued = threading.Event()
         self.done = threading.Event()
         self.start = 0.0
         self.end = 0.0
@@ -249,6 +250,7 @@ class Transfer:
         self.start = time.time()
         self._pending = self._issue()
         self.num_bytes = self._pending.num_bytes
+        self.issued.set()
 
     def advance(self, stage: int) -> None:
         """Waits for what was started last and starts what follows, or finishes."""
@@ -264,11 +266,12 @@ class Transfer:
     def reset(self) -> None:
         """Makes it ready for the next step."""
         self.ready.clear()
+        self.issued.clear()
         self.done.clear()
         self.start = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Exchange(ABC):
     """One scheme at work on one or more layers of one rank."""
 

@@ -9,20 +9,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
 
 from poseidon.cluster.rates import Rates
 from poseidon.comm.all_reduce import VOTE_AFTER, BucketExchange
-from poseidon.comm.capture import Removable
+from poseidon.comm.capture import Removable, inside_backward
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import TAGS_PER_EXCHANGE, BoundLayer, CommScheme, Exchange, StepState, Transfer
 from poseidon.errors import CommError, InfeasibleError
 from poseidon.plan import Plan, PredictedStep
 from poseidon.profile.structure import owned_parameters
 from poseidon.runtime.comm_thread import CommThread
+from poseidon.runtime.deferral import Deferral, Lookout, check_deferred
 from poseidon.runtime.hooks import PassHooks
 from poseidon.runtime.recorder import Recorder
 from poseidon.runtime.replicas import (
@@ -92,7 +93,10 @@ class Run:
         self._exchanges: list[Exchange] = []
         self._schedule: list[Transfer] = []
         self._finishing: list[Exchange] = []
-        """The exchanges in the order in which their last transfers end."""
+        """The exchanges that end with backward, in the order in which their last transfers end."""
+        self._deferral: Deferral | None = None
+        """The exchanges that may end later, where the plan has such."""
+        self._lookout = Lookout()
         self._begun = False
         self._misplaced = 0
         self.last_arrivals: list[str] = []
@@ -101,10 +105,13 @@ class Run:
         """What the timeline calls the steps from now on."""
         self._optimizer_handles: list[Removable] = []
         if optimizer is not None:
-            self._optimizer_handles = [
-                optimizer.register_step_pre_hook(self._before_optimizer),
-                optimizer.register_step_post_hook(self._after_optimizer),
-            ]
+            before = optimizer.register_step_pre_hook(self._before_optimizer)
+            after = optimizer.register_step_post_hook(self._after_optimizer)
+            self._step_hook = before.id
+            self._optimizer_handles = [before, after]
+            # What comes after the step sees it done; what comes before it is told apart in `_before_optimizer`.
+            hooks: Any = optimizer._optimizer_step_post_hooks
+            hooks.move_to_end(after.id, last=False)
         self._bind()
 
     # For the training loop
@@ -123,16 +130,27 @@ class Run:
         self._state.syncing = True
         self._exchange()
 
+    def flush(self) -> None:
+        """Waits for what the plan has deferred: gradients are final and parameters up to date when this returns.
+
+        Not needed for what reaches the parameters through torch or the model. Needed before something else reads their
+        memory: a view that was made earlier, another process, the entries of `optimizer.state`.
+        """
+        if self._deferral is not None:
+            self._deferral.settle()
+
     def check_replicas(self) -> None:
         """Proves that every rank holds the same parameters, bit by bit.
 
         Raises:
             CommError: They differ; the first difference is named.
         """
+        self.flush()
         check_replicas(self.model, self.group, self._state.index)
 
     def sync_buffers(self) -> None:
         """Gives every rank rank 0's buffers (running statistics); do it before evaluating or saving."""
+        self.flush()
         broadcast_buffers(self.model, self.group)
         self.recorder.restart()
 
@@ -169,6 +187,7 @@ class Run:
         self._hooks.remove()
         for handle in self._optimizer_handles:
             handle.remove()
+        self._lookout.keep(False)
         if self._threads is None:
             return
         try:
@@ -203,12 +222,30 @@ class Run:
         self._exchanges = bind(self.plan, self.model, self.optimizer, self.group, self._state)
         self._schedule = schedule(self.plan, self._exchanges)
         place = {transfer: index for index, transfer in enumerate(self._schedule)}
-        self._finishing = sorted(self._exchanges, key=lambda exchange: place[exchange.transfers[-1]])
+        in_order = sorted(self._exchanges, key=lambda exchange: place[exchange.transfers[-1]])
+        deferred = [exchange for exchange in in_order if exchange.layers[0] in self.plan.deferred]
+        self._finishing = [exchange for exchange in in_order if exchange not in deferred]
+        if deferred:
+            assert self.optimizer is not None
+            self._deferral = Deferral(
+                deferred,
+                self.model,
+                self.optimizer,
+                self._lookout,
+                wait=lambda transfer: self._wait(transfer, steps_ago=1),
+                on_ended=self.recorder.add_transfers,
+            )
+        if not inside_backward():
+            self._lookout.keep(bool(deferred))
         if self._threads is not None and self._schedule:
             self._threads.make_stages(max(transfer.num_stages for transfer in self._schedule))
         self._begun = False
 
     def _unbind(self) -> None:
+        if self._deferral is not None:
+            assert self._threads is not None
+            self._deferral.close(failed=self._threads.failed)
+            self._deferral = None
         for exchange in reversed(self._exchanges):
             exchange.detach()
         self._exchanges = []
@@ -227,6 +264,7 @@ class Run:
 
     def _on_forward(self, before: bool) -> None:
         if before:
+            self._lookout.keep(self._deferral is not None)
             self.recorder.begin(Activity.FORWARD)
             if self.plan.wait_free and self._state.syncing:
                 self._begin()
@@ -234,6 +272,7 @@ class Run:
             self.recorder.end(Activity.FORWARD)
 
     def _on_backward_start(self) -> None:
+        self.flush()
         self.recorder.begin(Activity.BACKWARD)
         if self.plan.wait_free and self._state.syncing:
             self._begin()
@@ -268,17 +307,19 @@ class Run:
     def _complete_step(self) -> None:
         """Waits for what is under way, finishes each gradient as its transfers end, and closes the step."""
         if self._exchanges:
+            self.flush()
             for exchange in self._exchanges:
                 exchange.flush()
             self._begin()
             self._finish()
-            self.recorder.add_transfers(self._schedule)
+        if self._deferral is not None:
+            self._postpone(self._deferral)
         self.recorder.close_step(self._state.index, self.label)
         self._state.index += 1
         self.group.num_exchanges += 1
         self.last_arrivals = list(self._state.arrivals)
         self._state.arrivals = {}
-        for exchange in self._exchanges:
+        for exchange in self._finishing:
             exchange.reset()
         self._begun = False
 
@@ -287,14 +328,24 @@ class Run:
             for transfer in exchange.transfers:
                 self._wait(transfer)
             exchange.finish()
+        self.recorder.add_transfers(t for exchange in self._finishing for t in exchange.transfers)
 
-    def _wait(self, transfer: Transfer) -> None:
+    def _postpone(self, deferral: Deferral) -> None:
         assert self._threads is not None
+        under_way = deferral.postpone()
+        for transfer in under_way:  # so that what the loop itself sends to all ranks comes after it on every rank
+            self._threads.wait_issued(transfer)
+        self.recorder.add_under_way(under_way)
+
+    def _wait(self, transfer: Transfer, steps_ago: int = 0) -> None:
+        """For one of the schedule of this step, or of an earlier one."""
+        assert self._threads is not None
+        num_exchanges = self.group.num_exchanges - steps_ago
         if not transfer.done.is_set():
             start = time.time()
-            self._threads.wait(transfer)
+            self._threads.wait(transfer, num_exchanges)
             self.recorder.add(Activity.EXPOSED, transfer.name, start, time.time())
-        self._threads.wait(transfer)
+        self._threads.wait(transfer, num_exchanges)
 
     def _wait_for(self, pending: Pending, name: str) -> None:
         """For what the training thread has issued itself."""
@@ -335,11 +386,20 @@ class Run:
 
     # The optimizer
 
-    def _before_optimizer(self, *_: object) -> None:
+    def _before_optimizer(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        if self._deferral is not None:
+            is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._step_hook
+            self._deferral.before_step(args, kwargs, is_last=is_last)
         self.recorder.begin(Activity.OPTIMIZER)
 
-    def _after_optimizer(self, *_: object) -> None:
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.recorder.end(Activity.OPTIMIZER)
+        if self._deferral is not None:
+            self._deferral.after_step()
+            hooks: Any = optimizer._optimizer_step_pre_hooks
+            hooks.move_to_end(self._step_hook)
         pendings = [(exchange.name, exchange.after_optimizer()) for exchange in self._exchanges]
         with self.group.waiting("the gathering of parameters after optimizer.step()"):
             for name, pending in pendings:
@@ -390,6 +450,7 @@ def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | 
     if group.world_size > 1:
         for scheme, layers in _by_scheme(plan, model, optimizer).items():
             scheme.check(layers, group)
+            check_deferred(scheme, layers, model)
 
 
 def bind(
@@ -416,6 +477,7 @@ def _by_scheme(
             parameters=owned[name],
             optimizer=optimizer,
             bucket=bucket_of.get(name),
+            deferred=name in plan.deferred,
         )
         together.setdefault(plan.schemes[name], []).append(layer)
     return together

@@ -66,26 +66,41 @@ class CommThread:
         """Hands over the transfers of one step, in the order in which they are to be issued."""
         self._steps.put(schedule)
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: Transfer, num_exchanges: int | None = None) -> None:
         """Blocks the training thread until a transfer has ended.
+
+        Args:
+            transfer: Of the schedule, or issued by this thread.
+            num_exchanges: How many exchanges lie behind it; those that lie behind this rank if left out.
 
         Raises:
             CommError: The transfer failed, or others wait for this rank elsewhere.
             PeerLostError: A rank fell silent.
         """
+        index = self._group.num_exchanges if num_exchanges is None else num_exchanges
         while not transfer.done.wait(LOOK_UP_SECONDS):
-            self._look_up(transfer, f"rank {self._group.rank}: {transfer.name} in exchange {self._group.num_exchanges}")
+            self._look_up(transfer, index)
             self.raise_failure()
         self.raise_failure()
 
-    def _look_up(self, transfer: Transfer, what: str) -> None:
+    def wait_issued(self, transfer: Transfer) -> None:
+        """Blocks the training thread until a transfer that is ready has been started.
+
+        Raises:
+            CommError: A transfer failed.
+        """
+        while not transfer.issued.wait(LOOK_UP_SECONDS):
+            self.raise_failure()
+
+    def _look_up(self, transfer: Transfer, index: int) -> None:
         """Looks for what keeps a transfer from ending, unless that is known already."""
+        what = f"rank {self._group.rank}: {transfer.name} in exchange {index}"
         liveness = self._group.liveness
         if self._failure is not None or liveness is None:
             return
         if lost := liveness.lost():
             self._failure = PeerLostError(f"{what} cannot end: {lost}")
-        elif transfer.scheduled and (elsewhere := liveness.left_behind(self._group.num_exchanges)):
+        elif transfer.scheduled and (elsewhere := liveness.left_behind(index)):
             self._failure = CommError(
                 f"{what} cannot end: {elsewhere}; every rank must run backward equally often (one without data calls "
                 "empty_step())"

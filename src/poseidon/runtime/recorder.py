@@ -60,9 +60,16 @@ class Recorder:
         self.add(Activity.EXPOSED, name, start, end)
 
     def add_transfers(self, transfers: Iterable[Transfer]) -> None:
-        """Notes transfers that have ended."""
+        """Notes transfers that have ended; of one that began in an earlier step, what lies in this one."""
         for transfer in transfers:
-            self.add(Activity.TRANSFER, transfer.name, transfer.start, transfer.end, transfer.num_bytes)
+            start = max(transfer.start, self._start)
+            self.add(Activity.TRANSFER, transfer.name, start, max(start, transfer.end), transfer.num_bytes)
+
+    def add_under_way(self, transfers: Iterable[Transfer]) -> None:
+        """Notes what lies in this step of transfers that will end in the next; their bytes are counted there."""
+        for transfer in transfers:
+            if transfer.start:
+                self.add(Activity.TRANSFER, transfer.name, transfer.start, time.time())
 
     def close_step(self, index: int, scheme: str) -> None:
         """Ends the step."""
