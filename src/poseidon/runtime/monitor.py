@@ -85,6 +85,7 @@ class Monitor:
             self._expect(readings)
         if (departure := self._watch.note(readings)) is None:
             return
+        self._run.flush()
         cause = self._find_cause(departure)
         times = (
             f"steps take {format_seconds(departure.seconds_now)} instead of {format_seconds(departure.seconds_before)}"
@@ -97,6 +98,7 @@ class Monitor:
     def _expect(self, readings: Sequence[Reading]) -> None:
         """Says what steps take beside what was predicted, and sees what the links move while all is well."""
         if not self._links and len(self._hosts) > 1:
+            self._run.flush()
             self._links = self._probe()
             self._run.recorder.restart()
         seconds = max(reading.step for reading in readings)

@@ -107,6 +107,7 @@ class Trial:
 
     def _compare(self) -> Verdict:
         """From the steps of all ranks, of each step the slowest rank's seconds."""
+        self._run.flush()
         texts = self._run.group.all_gather_text(json.dumps(self._seconds), "comparing two plans")
         new, other = (
             median(max(times) for times in zip(*everyone, strict=True))
