@@ -9,7 +9,7 @@ from poseidon.cluster.rates import Rates
 from poseidon.plan import Choice, Plan
 from poseidon.planner.hosts import Scaling, format_rate
 from poseidon.planner.space import label
-from poseidon.planner.what_if import WhatIf, bottleneck, larger_batch
+from poseidon.planner.what_if import WhatIf, bottleneck, faster_resources, larger_batch
 from poseidon.profile.graph import ModelProfile
 from poseidon.simulator import Simulation, simulate
 from poseidon.timeline import Activity
@@ -71,7 +71,7 @@ def what_it_does(plan: Plan) -> str:
 
 def what_it_waits_for(profile: ModelProfile, plan: Plan, rates: Rates, simulation: Simulation) -> str:
     """One sentence that names the bottleneck, with the time that goes to it."""
-    name, _ = bottleneck(profile, plan, rates)
+    name = bottleneck(profile, plan, rates)
     parts, step = simulation.parts, simulation.step
     rebuild = step.seconds_in(Activity.REBUILD)
     sent = sum(1 for interval in step.intervals if interval.activity is Activity.TRANSFER)
@@ -97,8 +97,7 @@ def bottleneck_table(found: Sequence[WhatIf]) -> Table:
 
 def what_ifs(profile: ModelProfile, plan: Plan, rates: Rates, scalings: Sequence[Scaling] = ()) -> tuple[WhatIf, ...]:
     """What each change would give, the most helpful first: resources, the batch, another number of hosts."""
-    _, resources = bottleneck(profile, plan, rates)
-    found = [*resources, larger_batch(profile, plan, rates)]
+    found = [*faster_resources(profile, plan, rates), larger_batch(profile, plan, rates)]
     now = rates.world_size * profile.batch_size / simulate(profile, plan, rates).step_seconds
     found += [
         WhatIf(

@@ -101,7 +101,7 @@ def compare_hosts(
                     plan=plan,
                     rates=rates,
                     speed_up=samples / one if one else 1.0,
-                    bottleneck=bottleneck(profile, plan, rates)[0],
+                    bottleneck=bottleneck(profile, plan, rates),
                 )
             )
     return tuple(found)

@@ -6,7 +6,9 @@ programming, and then goes on from neighbour to neighbour: one sort of layers or
 cut of the buckets, other layers deferred, more connections. It ends when no neighbour is faster, or when as many plans
 have been simulated as it may; the count decides, never the clock, so that the same question has the same answer.
 
-Plain all-reduce is always among what is judged: the plan that comes out is never predicted slower.
+Plain all-reduce is always among what is judged: the plan that comes out is never predicted slower. Between others the
+predicted step decides, and with little weight what a prediction knows little of: seconds on the wire, even hidden ones,
+and gradients that are not final when backward has ended.
 """
 
 import math
@@ -49,6 +51,8 @@ NEAR = 0.002
 """Share above the lower bound from which on nothing more is worth looking for."""
 PRICE_OF_DEFERRAL = 0.01
 """Share of a step that deferred transfers have to gain: while they are under way a gradient is not final yet."""
+PRICE_OF_WIRE = 0.01
+"""Seconds that a second on the wire counts even where it is hidden: what is hidden by a hair is in the way tomorrow."""
 LEAST_GAIN = 1e-6
 """Share of a step by which a plan has to be faster than a plainer one."""
 
@@ -113,7 +117,8 @@ def find_plan(space: Space, judge: "Judge") -> Plan:
     """The best of all plans where they are few, else of those that a search comes by."""
     if space.rates.world_size == 1:  # nothing crosses a network
         return space.plain
-    return every_plan(space, judge) if 3 * space.num_plans < judge.most else neighbours(space, judge)
+    best = every_plan(space, judge) if 3 * space.num_plans < judge.most else neighbours(space, judge)
+    return best if judge.step_seconds(best) <= judge.step_seconds(space.plain) else space.plain
 
 
 def memory_limit(cluster: ClusterSpec, num_hosts: int | None = None) -> int | None:
@@ -138,7 +143,8 @@ class Judge:
         self._profile = profile
         self._rates = rates
         self._limit = memory_num_bytes
-        self._known: dict[Hashable, float] = {}
+        self._known: dict[Hashable, tuple[float, float]] = {}
+        self._costs: dict[Hashable, float] = {}
         kinds = len({host.model_copy(update={"name": ""}) for host in rates.hosts})
         size = kinds * max(1, len(profile.layers))
         self.most = max(FEWEST_STEPS, round(effort * min(MOST_STEPS, LAYER_STEPS / size)))
@@ -148,14 +154,21 @@ class Judge:
         """How many of them are kept for later."""
 
     def __call__(self, plan: Plan) -> float:
-        """Seconds of a step, with a price on deferral.
+        """Seconds of a step, with a price on deferral and on the wire; what plans are compared by.
 
         Infinite where the plan does not fit into memory, or no more may be simulated.
         """
+        return self._look_up(plan)[0]
+
+    def step_seconds(self, plan: Plan) -> float:
+        """Seconds of a step; infinite as above."""
+        return self._look_up(plan)[1]
+
+    def _look_up(self, plan: Plan) -> tuple[float, float]:
         key = (tuple(plan.schemes.values()), plan.buckets, plan.order, plan.deferred, plan.connections)
         if key not in self._known:
             if self.is_spent:
-                return math.inf
+                return math.inf, math.inf
             self._known[key] = self._predict(plan)
         return self._known[key]
 
@@ -169,13 +182,27 @@ class Judge:
         first, *others = plans
         return min_by_gain(first, others, self)
 
-    def _predict(self, plan: Plan) -> float:
+    def _predict(self, plan: Plan) -> tuple[float, float]:
         if memory_of(plan, self._rates).refuse(self._limit):
-            return math.inf
+            return math.inf, math.inf
         num_steps = 3 if plan.deferred else 2  # else nothing of a step reaches beyond the next one's beginning
         self.num_steps += num_steps
         seconds = simulate(self._profile, plan, self._rates, num_steps=num_steps).step_seconds
-        return seconds * (1.0 + PRICE_OF_DEFERRAL) if plan.deferred else seconds
+        return priced(seconds, plan, self._wire_seconds(plan)), seconds
+
+    def _wire_seconds(self, plan: Plan) -> float:
+        total = 0.0
+        for name, layer in plan.layers.items():
+            key = (name, plan.schemes[name])
+            if key not in self._costs:
+                self._costs[key] = plan.schemes[name].cost(layer, self._rates).wire_seconds
+            total += self._costs[key]
+        return total
+
+
+def priced(seconds: float, plan: Plan, wire_seconds: float) -> float:
+    """What a predicted step counts in comparisons."""
+    return seconds * (1.0 + PRICE_OF_DEFERRAL if plan.deferred else 1.0) + PRICE_OF_WIRE * wire_seconds
 
 
 def min_by_gain(first: Plan, others: Iterable[Plan], judge: Callable[[Plan], float]) -> Plan:
@@ -469,10 +496,10 @@ def _runners_up(plan: Plan, space: Space, judge: Judge) -> dict[str, tuple[str, 
     layers = plan.layers
     for name in _by_weight(space):
         others = [scheme for scheme in space.candidates[name] if scheme != plan.schemes[name]]
-        steps = {scheme: judge(space.with_scheme(plan, [name], scheme)) for scheme in others}
-        second = min(others, key=lambda s: (steps[s], s.cost(layers[name], space.rates).seconds))
-        price = 1.0 + PRICE_OF_DEFERRAL if plan.deferred else 1.0
-        found[name] = (label(second), steps[second] / price if math.isfinite(steps[second]) else 0.0)
+        changed = {scheme: space.with_scheme(plan, [name], scheme) for scheme in others}
+        second = min(others, key=lambda s: (judge(changed[s]), s.cost(layers[name], space.rates).seconds))
+        seconds = judge.step_seconds(changed[second])
+        found[name] = (label(second), seconds if math.isfinite(seconds) else 0.0)
     return found
 
 

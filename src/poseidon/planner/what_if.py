@@ -1,7 +1,7 @@
 """What a step would be if one thing were otherwise, by simulating it; and so, what a step waits for most.
 
-The bottleneck is found by trial: of link, latency, computing, rebuild and loader it is the one whose doubling in speed
-shortens the step most.
+The bottleneck is found by trial: of link, latency, computing, rebuild and loader it is the one that shortens the step
+most when it is a tenth faster.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,8 @@ from poseidon.plan import Plan
 from poseidon.profile.graph import ModelProfile
 from poseidon.simulator import simulate
 
+A_LITTLE = 1.1
+"""How many times as fast a resource is made to see whether a step waits for it."""
 LEAST_GAIN = 0.02
 """Share of the samples per second below which a change is not worth a word."""
 
@@ -35,19 +37,22 @@ class WhatIf(Value):
         return self.gain > 1.0 + LEAST_GAIN
 
 
-def bottleneck(profile: ModelProfile, plan: Plan, rates: Rates) -> tuple[str, tuple[WhatIf, ...]]:
-    """What a step waits for most, and what each resource at twice its speed would give.
+def bottleneck(profile: ModelProfile, plan: Plan, rates: Rates) -> str:
+    """What a step waits for most: `link`, `latency`, `computing`, `rebuild` or `loader`."""
+    seconds = {
+        name: simulate(*_arguments(plan, *change(profile, rates, A_LITTLE))).step_seconds
+        for name, (_, change) in RESOURCES.items()
+    }
+    return min(seconds, key=lambda name: seconds[name])
 
-    Returns:
-        `link`, `latency`, `computing`, `rebuild` or `loader`, and all of them that play a part, most helpful first.
-    """
+
+def faster_resources(profile: ModelProfile, plan: Plan, rates: Rates) -> tuple[WhatIf, ...]:
+    """What each resource at twice its speed would give."""
     now = simulate(profile, plan, rates).step_seconds
-    found = [
-        _what_if(name, change, (profile, plan, rates), changed(profile, rates), now)
-        for name, (change, changed) in RESOURCES.items()
-    ]
-    ordered = tuple(sorted(found, key=lambda one: -one.gain))
-    return ordered[0].name, ordered
+    return tuple(
+        _what_if(name, text, (profile, plan, rates), change(profile, rates, 2.0), now)
+        for name, (text, change) in RESOURCES.items()
+    )
 
 
 def larger_batch(profile: ModelProfile, plan: Plan, rates: Rates) -> WhatIf:
@@ -66,49 +71,57 @@ def _what_if(
 ) -> WhatIf:
     profile, plan, rates = before
     changed, other = after
-    seconds = simulate(changed, _for_profile(plan, changed), other).step_seconds
+    seconds = simulate(*_arguments(plan, changed, other)).step_seconds
     samples = rates.world_size * changed.batch_size / seconds if seconds else 0.0
     samples_now = rates.world_size * profile.batch_size / now if now else 0.0
     gain = samples / samples_now if samples_now else 1.0
     return WhatIf(name=name, change=change, step_seconds=seconds, samples_per_s=samples, gain=gain)
 
 
-def _for_profile(plan: Plan, profile: ModelProfile) -> Plan:
-    return plan if plan.profile is profile else plan.model_copy(update={"profile": profile})
+def _arguments(plan: Plan, profile: ModelProfile, rates: Rates) -> tuple[ModelProfile, Plan, Rates]:
+    return profile, plan if plan.profile is profile else plan.model_copy(update={"profile": profile}), rates
 
 
-def faster_link(rates: Rates, factor: float = 2.0) -> Rates:
+def faster_link(rates: Rates, factor: float) -> Rates:
     """All links that much faster, inside the hosts too; latency as it is."""
     return _with_curves(rates, lambda curve: curve.scaled(wire=1.0 / factor), lambda host: _faster(host, factor))
 
 
-def lower_latency(rates: Rates, factor: float = 2.0) -> Rates:
+def lower_latency(rates: Rates, factor: float) -> Rates:
     """Messages of no length that much faster."""
     return _with_curves(rates, lambda curve: curve.scaled(latency=1.0 / factor), lambda host: host)
 
 
-def faster_computing(rates: Rates, factor: float = 2.0) -> Rates:
+def faster_computing(rates: Rates, factor: float) -> Rates:
     """The model's layers and copies that much faster; the rebuild as it is."""
     hosts = [host.model_copy(update={"compute_scale": host.compute_scale / factor}) for host in rates.hosts]
     return rates.model_copy(update={"hosts": tuple(hosts), "memory_bandwidth": rates.memory_bandwidth * factor})
 
 
-def faster_rebuild(rates: Rates, factor: float = 2.0) -> Rates:
+def faster_rebuild(rates: Rates, factor: float) -> Rates:
     """Gradients made from factors that much faster."""
     return rates.model_copy(update={"flops_per_s": rates.flops_per_s * factor})
 
 
-RESOURCES: dict[str, tuple[str, Callable[[ModelProfile, Rates], tuple[ModelProfile, Rates]]]] = {
-    "link": ("twice the bandwidth", lambda profile, rates: (profile, faster_link(rates))),
-    "latency": ("half the latency", lambda profile, rates: (profile, lower_latency(rates))),
-    "computing": ("processors twice as fast", lambda profile, rates: (profile, faster_computing(rates))),
-    "rebuild": ("gradients rebuilt twice as fast", lambda profile, rates: (profile, faster_rebuild(rates))),
-    "loader": (
-        "a loader twice as fast",
-        lambda profile, rates: (profile.model_copy(update={"loader_seconds": profile.loader_seconds / 2}), rates),
+def faster_loader(profile: ModelProfile, factor: float) -> ModelProfile:
+    """Batches there that much sooner."""
+    return profile.model_copy(update={"loader_seconds": profile.loader_seconds / factor})
+
+
+RESOURCES: dict[str, tuple[str, Callable[[ModelProfile, Rates, float], tuple[ModelProfile, Rates]]]] = {
+    "computing": (
+        "processors twice as fast",
+        lambda profile, rates, factor: (profile, faster_computing(rates, factor)),
     ),
+    "link": ("twice the bandwidth", lambda profile, rates, factor: (profile, faster_link(rates, factor))),
+    "latency": ("half the latency", lambda profile, rates, factor: (profile, lower_latency(rates, factor))),
+    "rebuild": (
+        "gradients rebuilt twice as fast",
+        lambda profile, rates, factor: (profile, faster_rebuild(rates, factor)),
+    ),
+    "loader": ("a loader twice as fast", lambda profile, rates, factor: (faster_loader(profile, factor), rates)),
 }
-"""What a step may wait for, and how it is made twice as fast."""
+"""What a step may wait for, what twice its speed is called, and how it is made so many times as fast."""
 
 
 def _faster(host: HostRates, factor: float) -> HostRates:
