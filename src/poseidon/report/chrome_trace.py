@@ -80,7 +80,8 @@ def _process(pid: int, name: str, steps: Sequence[Step], start: float, record: R
     tid = pid + len(lanes)
     yield from _thread(pid, tid, "steps")
     for step in steps:
-        yield _slice(pid, tid, f"step {step.index}", "step", (step.start, step.end), start, scheme=step.scheme)
+        label = f"step {step.index}" if pid % PIDS_PER_RANK == MEASURED_PID else "predicted step"
+        yield _slice(pid, tid, label, "step", (step.start, step.end), start, scheme=step.scheme)
 
 
 def _thread(pid: int, tid: int, name: str) -> Iterator[Event]:

@@ -32,8 +32,8 @@ def summarize(timelines: Sequence[Timeline]) -> Summary:
     """All steps that every rank has, in a few numbers.
 
     Args:
-        timelines: One per rank. Clocks of several machines agree as well as NTP makes them; what is attributed to
-            waiting and what to the network is uncertain by as much.
+        timelines: One per rank, on one clock. By as much as the clocks are uncertain, what counts as waiting may be
+            the network's.
     """
     by_rank = [{step.index: step for step in timeline.steps} for timeline in timelines]
     common = sorted(set.intersection(*(set(steps) for steps in by_rank))) if by_rank else []
