@@ -67,6 +67,8 @@ def test_every_pair_has_the_rate_that_its_links_allow() -> None:
     assert worst < TOLERANCE, found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(150)
 def test_the_command_writes_a_cluster_and_names_the_slow_link(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "poseidon", "probe", "--hosts", "3", "--link", "200Mbit/s"]
     done = subprocess.run(
@@ -74,7 +76,7 @@ def test_the_command_writes_a_cluster_and_names_the_slow_link(tmp_path: Path) ->
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=140,
         env=os.environ | {"COLUMNS": "80"},
         check=False,
     )

@@ -154,7 +154,7 @@ class _Probe:
         self.pair_rates = measure_pairs(self.group, {name: ranks[0] for name, ranks in self.hosts.items()})
         if self.device is None or self.device.type == "cpu":
             self.group.barrier()
-            self.endpoint = min(self._gather(measure_rate(_call, _call, _HERE, ENDPOINT_SECONDS)))
+            self.endpoint = statistics.median(self._gather(measure_rate(_call, _call, _HERE, ENDPOINT_SECONDS)))
 
     def all_reduce_over(self, connections: int) -> Callable[[], None]:
         """Measures with so many connections."""
