@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from poseidon.profile.clock import ProcessorClock
 from poseidon.profile.composition import compose
 from poseidon.profile.graph import OUTSIDE, LayerSpec, ModelProfile
 from poseidon.profile.structure import StepWatch
@@ -18,7 +19,7 @@ def watched(*passes: Pass) -> tuple[ModelProfile, LapWatch]:
     """Two fully connected layers with an activation between, and these laps."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     step = StepWatch(model)
-    watch = LapWatch(model, torch.device("cpu"))
+    watch = LapWatch(model, ProcessorClock())
     watch.install()
     watch.start()
     model(torch.zeros(2, 4)).sum().backward()
@@ -108,7 +109,7 @@ def test_a_module_called_loss_keeps_its_name() -> None:
     model = nn.Sequential()
     model.add_module("fc", nn.Linear(4, 4))
     model.add_module("loss", nn.ReLU())
-    step, watch = StepWatch(model), LapWatch(model, torch.device("cpu"))
+    step, watch = StepWatch(model), LapWatch(model, ProcessorClock())
     watch.install()
     watch.start()
     model(torch.zeros(2, 4)).sum().backward()

@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from poseidon.profile.graph import OUTSIDE, GradientStructure, LayerSpec, ModelProfile
-from poseidon.profile.measure import profile_model
+from poseidon.profile.measure import profile_model, scale_to
 from poseidon.profile.structure import owned_parameters
 from poseidon.profile.virtual import virtual_batch, virtual_loss, virtual_model
+from poseidon.tasks.models import GPT
 
 DENSE, OUTER, ROWS = GradientStructure.DENSE, GradientStructure.OUTER_PRODUCT, GradientStructure.ROWS
 
@@ -78,6 +79,19 @@ def test_gpt2_with_its_head_tied() -> None:
     attention = layers["transformer.h.0.attn.c_attn"]
     assert (attention.kind, attention.structure, attention.flops) == ("Conv1D", DENSE, 2 * 16 * 16 * 48)
     assert layers["before transformer.h.0.attn.c_proj"].kind == OUTSIDE
+    assert layers["before transformer.h.0.attn.c_proj"].flops == 4 * 2 * 8 * 8 * 16, "two products over all heads"
+
+
+def test_attention_outside_of_modules_has_its_share_of_a_published_step() -> None:
+    with torch.device("meta"):
+        model = GPT(vocabulary_size=16, context=8, width=8, num_layers=1, num_heads=2)
+        profile = profile_model(model, torch.zeros(2, 8, dtype=torch.long), square)
+    attention = next(layer for layer in profile.layers if layer.kind == OUTSIDE)
+    assert attention.name == "before blocks.0.projection"
+    assert attention.flops == 4 * 2 * 8 * 8 * 8
+    scaled = scale_to(profile, 1.0, source="a paper")
+    assert next(layer for layer in scaled.layers if layer.kind == OUTSIDE).seconds > 0
+    assert scaled.seconds == pytest.approx(1.0)
 
 
 class Recurrent(nn.Module):

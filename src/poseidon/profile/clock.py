@@ -1,11 +1,12 @@
-"""What a stop watch reads: the processor's time, or the place in a GPU's stream of work."""
+"""What a stop watch reads: the processor's time, the place in a GPU's stream of work, or the operations so far."""
 
 import time
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-MILLISECONDS_PER_SECOND = 1000.0
+from poseidon.units import MILLISECONDS
 
 
 class Clock(Protocol):
@@ -17,8 +18,8 @@ class Clock(Protocol):
     def settle(self) -> None:
         """Waits until all readings so far can be compared."""
 
-    def seconds(self, start: Any, end: Any) -> float:
-        """Between two readings."""
+    def between(self, start: Any, end: Any) -> float:
+        """From one reading to another, in seconds unless the clock counts something else."""
 
 
 class ProcessorClock:
@@ -31,7 +32,7 @@ class ProcessorClock:
     def settle(self) -> None:
         """Nothing to wait for."""
 
-    def seconds(self, start: float, end: float) -> float:
+    def between(self, start: float, end: float) -> float:
         """Their difference."""
         return end - start
 
@@ -52,9 +53,52 @@ class StreamClock:
         """Waits for the GPU."""
         torch.cuda.synchronize(self._device)
 
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """As the GPU counted them."""
-        return float(start.elapsed_time(end)) / MILLISECONDS_PER_SECOND
+        return float(start.elapsed_time(end)) / MILLISECONDS
+
+
+class OperationClock:
+    """Counts the operations of matrix products, convolutions and attention, two for each multiply-add.
+
+    A context manager: what is computed inside counts, on any device. Not for what is compiled.
+    """
+
+    def __init__(self) -> None:
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        self._counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+
+    def __enter__(self) -> Self:
+        """Begins to count."""
+        self._counter.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends counting."""
+        self._counter.__exit__(*error)
+
+    def read(self) -> int:
+        """Operations so far."""
+        return self._counter.get_total_flops()
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
+    def between(self, start: int, end: int) -> float:
+        """Their difference."""
+        return end - start
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Scores of every query for every key, and the values weighed by them.
+
+    Args:
+        query: Shape `(batch, heads, queries, width)`; shapes, not tensors, is what the counter gives.
+        key: Shape `(batch, heads, keys, width)`.
+        value: Shape `(batch, heads, keys, value width)`.
+    """
+    batch, heads, num_queries, width = query
+    return int(2 * batch * heads * num_queries * key[2] * (width + value[3]))
 
 
 def clock_of(device: torch.device) -> Clock:

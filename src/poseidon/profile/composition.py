@@ -12,7 +12,7 @@ from torch import nn
 
 from poseidon.profile.graph import OUTSIDE, GradientStructure, LayerSpec, ModelProfile
 from poseidon.profile.structure import block_of
-from poseidon.profile.timer import LOSS, LapWatch, outside_name
+from poseidon.profile.timer import LOSS, Laps, LapWatch, outside_name
 
 SMALLEST_GAP = 0.001
 """What is computed between two modules is a layer of its own from this share of the step on."""
@@ -41,7 +41,12 @@ class _Times:
 
 
 def compose(
-    structure: ModelProfile, watch: LapWatch, share: WeightGradientShare, *, step_seconds: Sequence[float] = ()
+    structure: ModelProfile,
+    watch: LapWatch,
+    share: WeightGradientShare,
+    *,
+    step_seconds: Sequence[float] = (),
+    operations: Laps | None = None,
 ) -> ModelProfile:
     """All that is computed in a step, with the medians over the passes that the watch has kept.
 
@@ -55,6 +60,8 @@ def compose(
         watch: After one pass at least; without kept passes there are no seconds.
         share: Asked for fully connected layers that were given something that needs a gradient.
         step_seconds: Of passes without hooks, each right after a kept one.
+        operations: Laps of one forward pass, counted in operations; where they count none, or are not known, a layer
+            has those that `forward_flops` says.
     """
     order = _order(structure, watch)
     laps = watch.laps
@@ -62,19 +69,21 @@ def compose(
     total = laps.typical_seconds(step_seconds) - overhead * laps.num_laps
     times = {name: _times(watch, name, overhead) for name in (*order, LOSS)}
     gaps = {name: _times(watch, outside_name(name), overhead) for name in watch.facts.modules}
-    _fold(times, gaps, total)
+    flops = _flops(watch, operations)
+    _fold(times, gaps, flops, total)
     summed = sum(one.seconds for one in (*times.values(), *gaps.values()))
     scale = total / summed if summed else 1.0
     known = {layer.name: layer for layer in structure.layers}
     layers: list[LayerSpec] = []
     for name in order:
         if name in gaps:
-            layers.append(_timed(_outside(outside_name(name)), gaps[name], scale))
-        layer = _noted(known.get(name) or _without_parameters(name, watch), watch)
+            gap = outside_name(name)
+            layers.append(_timed(_outside(gap, flops), gaps[name], scale))
+        layer = _noted(known.get(name) or _without_parameters(name, watch), watch, flops)
         layers.append(_split(_timed(layer, times[name], scale), watch, share))
     if times[LOSS].seconds:
-        name = LOSS if LOSS not in order else "after the model"
-        layers.append(_timed(_outside(name), times[LOSS], scale))
+        loss = _outside(LOSS, flops).model_copy(update={"name": LOSS if LOSS not in order else "after the model"})
+        layers.append(_timed(loss, times[LOSS], scale))
     notes = [*_notes(known, watch), *_note_on_hooks(overhead * laps.num_laps, total)]
     return structure.model_copy(update={"layers": tuple(layers), "notes": (*structure.notes, *notes)})
 
@@ -101,26 +110,37 @@ def _times(watch: LapWatch, name: str, lap_overhead: float) -> _Times:
     return _Times(forward, backward)
 
 
-def _fold(times: dict[str, _Times], gaps: dict[str, _Times], total: float) -> None:
+def _flops(watch: LapWatch, operations: Laps | None) -> dict[str, int]:
+    """By name of a layer, or of what is computed outside."""
+    counted = {}
+    if operations is not None:
+        names = [one for name in watch.facts.modules for one in (outside_name(name), name)]
+        counted = {name: round(sum(operations.of(name, backward=False))) for name in (*names, LOSS)}
+    return {**counted, **{name: counted.get(name) or flops for name, flops in watch.facts.flops.items()}}
+
+
+def _fold(times: dict[str, _Times], gaps: dict[str, _Times], flops: dict[str, int], total: float) -> None:
     """Adds the gaps that cost next to nothing to the layers behind them."""
-    for name in [name for name, gap in gaps.items() if gap.seconds <= SMALLEST_GAP * total]:
-        times[name].add(gaps.pop(name))
+    most_flops = SMALLEST_GAP * sum(flops.values())
+    for name, gap in list(gaps.items()):
+        if gap.seconds <= SMALLEST_GAP * total and flops.get(outside_name(name), 0) <= most_flops:
+            times[name].add(gaps.pop(name))
 
 
-def _outside(name: str) -> LayerSpec:
-    return LayerSpec(name=name, kind=OUTSIDE, parameters=())
+def _outside(name: str, flops: dict[str, int]) -> LayerSpec:
+    return LayerSpec(name=name, kind=OUTSIDE, parameters=(), flops=flops.get(name, 0))
 
 
 def _without_parameters(name: str, watch: LapWatch) -> LayerSpec:
     return LayerSpec(name=name, kind=type(watch.facts.modules[name]).__name__, parameters=())
 
 
-def _noted(layer: LayerSpec, watch: LapWatch) -> LayerSpec:
+def _noted(layer: LayerSpec, watch: LapWatch, flops: dict[str, int]) -> LayerSpec:
     facts = watch.facts
     return layer.model_copy(
         update={
             "calls": facts.calls.get(layer.name, 0),
-            "flops": facts.flops.get(layer.name, 0),
+            "flops": flops.get(layer.name, 0),
             "activation_num_bytes": facts.activation_num_bytes.get(layer.name, 0),
         }
     )

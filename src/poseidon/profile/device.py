@@ -61,7 +61,7 @@ def seconds_of(work: Callable[[], object], device: torch.device, *, seconds: flo
         work()
         end = clock.read()
         clock.settle()
-        found.append(clock.seconds(start, end))
+        found.append(clock.between(start, end))
     return median(found)
 
 

@@ -17,13 +17,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from poseidon.errors import ProfileError
+from poseidon.profile.clock import OperationClock, clock_of
 from poseidon.profile.composition import compose
 from poseidon.profile.device import measure_compute
 from poseidon.profile.graph import GradientStructure, LayerSpec, ModelProfile
 from poseidon.profile.hook import inside_backward
 from poseidon.profile.products import Products
 from poseidon.profile.structure import StepWatch
-from poseidon.profile.timer import AroundCalls, LapWatch
+from poseidon.profile.timer import AroundCalls, Laps, LapWatch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 """Calls the model on a batch and gives a scalar, as a task's `loss` does."""
@@ -53,7 +54,7 @@ def profile_model(
     only an optimizer changes.
 
     A layer is a module that owns trainable parameters, a leaf module without any, or what is computed outside of these
-    and takes a thousandth of the step or more: `before <layer>`, and `loss` after the last one.
+    and takes a thousandth of the step or of its operations: `before <layer>`, and `loss` after the last one.
 
     Passes with hooks, which time the layers, take turns with passes without, of which only beginning and end are timed:
     these are `step_seconds`. The time that hooks take is not counted; what calling them adds to a pass is left out of
@@ -70,8 +71,8 @@ def profile_model(
         on_pass: Told how many passes are done and how many there are.
 
     Returns:
-        The layers in forward order. On the meta device their seconds are zero, and what is computed outside of modules
-        is not among them.
+        The layers in forward order. On the meta device their seconds are zero, and of what is computed outside of
+        modules only matrix products are known.
 
     Raises:
         ProfileError: The model owns no trainable parameters, or the loss has no gradient.
@@ -86,10 +87,11 @@ def profile_model(
             training.check()
         finally:
             structure = observer.profile(batch_size)
-        watch = LapWatch(model, device)
+        operations = training.operations()
+        watch = LapWatch(model, clock_of(device))
         if device.type == "meta":
             training.timed_by_layers(watch, keep=False)
-            profile = compose(structure, watch, lambda layer, module: 0.5)
+            profile = compose(structure, watch, lambda layer, module: 0.5, operations=operations)
             return profile.model_copy(update={"source": "counted on the meta device, not measured"})
         for number in range(total := WARM_UP_PASSES + num_passes):
             training.timed_by_layers(watch, keep=number >= WARM_UP_PASSES)
@@ -97,7 +99,7 @@ def profile_model(
             if on_pass is not None:
                 on_pass(number + 1, total)
         share = Products(device).weight_gradient_share
-        profile = compose(structure, watch, share, step_seconds=training.step_seconds)
+        profile = compose(structure, watch, share, step_seconds=training.step_seconds, operations=operations)
     rates = measure_compute(device)
     threads = "1 thread" if rates.threads == 1 else f"{rates.threads} threads"
     where = rates.name if device.type == "cuda" else f"{threads} of {rates.name}"
@@ -135,6 +137,21 @@ class _Training:
             raise ProfileError(f"cannot profile {name}: the loss does not depend on a trainable parameter")
         value.backward()
         self.model.zero_grad(set_to_none=True)
+
+    def operations(self) -> Laps | None:
+        """One forward pass whose laps are counted in operations; None where something is compiled."""
+        with OperationClock() as clock:
+            watch = LapWatch(self.model, clock)
+            if watch.compiled:
+                return None
+            watch.install()
+            try:
+                watch.start()
+                self.loss(self.model, self.sample)
+                watch.stop()
+            finally:
+                watch.remove()
+        return watch.laps
 
     def timed_by_layers(self, watch: LapWatch, *, keep: bool) -> None:
         """With hooks."""
@@ -205,7 +222,7 @@ class LayerTimer:
 
     def __init__(self, model: nn.Module) -> None:
         self._device = _device_of(model)
-        self._watch = LapWatch(model, self._device)
+        self._watch = LapWatch(model, clock_of(self._device))
         self._root = AroundCalls(model, self._before_model, self._after_model, first=True)
         self._watch.install()
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from poseidon.profile.clock import Clock, clock_of
+from poseidon.profile.clock import Clock
 from poseidon.profile.flops import forward_flops
 from poseidon.profile.hook import ModuleHook, inside_backward
 from poseidon.profile.structure import compiled_blocks, visible_layers, visible_parameters
@@ -98,7 +98,7 @@ class Laps:
         seconds: dict[tuple[str, bool], float] = {}
         self.counts = {}
         for name, backward, start, end in laps:
-            seconds[name, backward] = seconds.get((name, backward), 0.0) + self._clock.seconds(start, end)
+            seconds[name, backward] = seconds.get((name, backward), 0.0) + self._clock.between(start, end)
             self.counts[name, backward] = self.counts.get((name, backward), 0) + 1
         self.passes.append(seconds)
 
@@ -191,13 +191,13 @@ class LapWatch:
 
     Args:
         model: Its layers are those of `visible_layers`.
-        device: Where it computes.
+        clock: What is read at each lap.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, clock: Clock) -> None:
         self._model = model
-        self._clock = clock_of(device)
-        self.laps = Laps(self._clock)
+        self._clock = clock
+        self.laps = Laps(clock)
         self.facts = Facts()
         self.compiled = compiled_blocks(model)
         self.running = False
