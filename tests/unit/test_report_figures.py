@@ -55,6 +55,20 @@ def test_a_link_that_was_not_limited_has_no_rate(tmp_path: Path) -> None:
     assert figures_of(tmp_path / "run", surroundings=surroundings).link is None
 
 
+def test_what_stays_on_a_host_is_not_told_from_what_leaves_it(tmp_path: Path) -> None:
+    surroundings = {**runs.make_facts()["surroundings"], "hosts": 1}
+    assert figures_of(tmp_path / "run", surroundings=surroundings).link is None
+
+
+def test_without_a_limit_the_measured_rate_counts(tmp_path: Path) -> None:
+    surroundings = {**runs.make_facts()["surroundings"], "shaped": False}
+    rates = Rates.equal(world_size=2, bandwidth=1e9).model_dump(mode="json")
+    link = figures_of(tmp_path / "run", surroundings=surroundings, rates=rates).link
+    assert link is not None
+    assert link.bandwidth == pytest.approx(1e9)
+    assert "measured" in link.source
+
+
 def test_the_network_is_what_limits(tmp_path: Path) -> None:
     bottleneck = figures_of(tmp_path / "run").bottleneck
     assert bottleneck.kind == "network"

@@ -187,17 +187,16 @@ def _most_efficiency(record: RunRecord) -> float:
 
 def _link_use(record: RunRecord, summary: Summary) -> LinkUse | None:
     here = record.facts.surroundings
-    if here.world_size == 1 or not summary.num_steps:
-        return None
-    ranks_per_host = here.world_size / here.hosts
+    if here.world_size == 1 or here.world_size != here.hosts or not summary.num_steps:
+        return None  # with several ranks on a host, nobody counts what stays there
     if here.shaped and (rate := record.facts.options.get("link_bytes_per_s")):
         bandwidth, source = float(rate), "as it was set"
     elif record.facts.rates is not None:
-        bandwidth = record.facts.rates.all_reduce_bandwidth * ranks_per_host
+        bandwidth = record.facts.rates.all_reduce_bandwidth
         source = "as all-reduce reached it when it was measured"
     else:
         return None
-    sent = summary.bytes_sent_per_rank * ranks_per_host
+    sent = summary.bytes_sent_per_rank
     busy = statistics.fmean(_seconds_under_way(step) for t in record.timelines for step in t.steps)
     return LinkUse(
         bandwidth=bandwidth,
