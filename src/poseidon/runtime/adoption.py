@@ -64,7 +64,7 @@ class Adoption:
         self._observed = self._observation.gather()
         plan = self._make_plan()
         plain = _plain(plan, self._sparse)
-        text = f"plan from exchange {self._run.num_exchanges} on: {_promise(plan)}"
+        text = f"the plan: {_promise(plan)}"
         if _goes_like(plan, plain):
             self._run.note("adopted", text)
             self._settle(plan)
@@ -131,7 +131,7 @@ class Adoption:
             self._run.note("kept", f"no other plan is better now: {_promise(plan)}")
             self._settle(plan)
         else:
-            self._run.note("planned", f"another plan from exchange {self._run.num_exchanges} on: {_promise(plan)}")
+            self._run.note("planned", f"another plan: {_promise(plan)}")
             self._compare(plan, present, ("the new plan", "the one so far"), label="trial_present")
 
 

@@ -179,7 +179,7 @@ class Run:
         seconds = time.monotonic() - self._started
         self.events.append(Event(kind=kind, exchange=self.num_exchanges, seconds=seconds, text=text))
         if self.group.rank == 0:
-            log.log(logging.WARNING if loud else logging.INFO, "%s", text)
+            log.log(logging.WARNING if loud else logging.INFO, "exchange %d: %s", self.num_exchanges, text)
 
     def detach(self) -> None:
         """Undoes `attach`, on all ranks together: the model and the optimizer are as if they had never been touched."""
