@@ -476,6 +476,8 @@ def looked_at(rank, world_size):
         pair = make_pair(rank, world_size)
         for step in range(4):
             take(pair, step)
+            if step == 2:  # paid in the next forward, after one that was paid elsewhere
+                continue
             seen = [look(*one, how) for one in ((pair.model, pair.optimizer), (pair.alone, pair.optimizer_alone))]
             try:
                 assert_same(*seen, 1e-2 if how == "autocast" else 1e-5)

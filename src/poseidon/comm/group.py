@@ -69,13 +69,15 @@ class Layout:
 def host_identity() -> str:
     """The same for two processes only if what they send to each other stays on one machine.
 
-    The boot and the network namespace: a container with a network of its own counts as a host.
+    The boot and the network namespace: a container with a network of its own counts as a host. A launcher that numbers
+    hosts may say that there are more.
     """
+    number = os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", ""))
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+        return f"{number} {boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
-        return socket.gethostname()
+        return f"{number} {socket.gethostname()}"
 
 
 @dataclass
