@@ -66,6 +66,13 @@ def test_an_unknown_task_is_one_line(arguments: list[str]) -> None:
     assert text.count("\n") == 1
 
 
+@pytest.mark.parametrize("options", [[], ["--hosts", "2"]])
+def test_an_unknown_level_of_exactness_is_one_line_that_lists_the_known(options: list[str]) -> None:
+    code, text = refused("train", "fashion-mnist", "--allow", "nearly", *options)
+    assert code == 1
+    assert text == "poseidon: error: cannot allow 'nearly': choose one of exact, rounded, compressed, relaxed\n"
+
+
 def test_an_unknown_contender_is_one_line_that_lists_the_known() -> None:
     code, text = refused("bench", "fashion-mnist", "--against", "ddp,horovod")
     assert code == 1

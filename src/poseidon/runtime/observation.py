@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from poseidon.profile.graph import LayerSpec, ModelProfile
 from poseidon.profile.measure import LayerTimer
 from poseidon.profile.structure import StepWatch, merge
+from poseidon.profile.timer import AroundCalls
 from poseidon.runtime.attach import Run
 from poseidon.runtime.departure import Reading
 from poseidon.timeline import Activity, Step
@@ -51,7 +52,7 @@ class Observation:
         self._batch_size = 0
         self._steps: list[Step] = []
         self._timer = LayerTimer(run.model)
-        self._handle = run.model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
+        self._root = AroundCalls(run.model, self._note_batch, lambda *_: None)
         run.on_computed = self._timer.end_step
         run.recorder.on_step.append(self._note_step)
         run.on_detach = self.close
@@ -60,7 +61,7 @@ class Observation:
         """After each exchange: whether enough was seen."""
         if self._watch is not None:
             self._structure, self._watch = self._watch.profile(self._batch_size), None
-            self._handle.remove()
+            self._root.remove()
         return len(self._steps) >= OBSERVED_STEPS
 
     def close(self) -> None:
@@ -68,7 +69,7 @@ class Observation:
         if self._watch is not None:
             self._watch.profile()
             self._watch = None
-        self._handle.remove()
+        self._root.remove()
         self._timer.remove()
         self._run.recorder.on_step.remove(self._note_step)
         self._run.on_computed = self._run.on_detach = lambda: None
