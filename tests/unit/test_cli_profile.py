@@ -86,7 +86,9 @@ def test_a_task_is_measured_with_its_optimizer_and_its_loader(meta: bool) -> Non
     assert found.batch_size == 4
     assert sum(layer.flops for layer in found.layers) > 0
     assert (found.seconds > 0) is not meta
-    assert bool(found.optimizer) is not meta
+    assert found.optimizer == "SGD"
+    assert (found.optimizer_seconds > 0) is not meta
+    assert found.optimizer_state_num_bytes == found.num_bytes, "momentum"
     assert (found.loader_seconds > 0) is not meta
 
 

@@ -207,3 +207,22 @@ def test_hooks_on_an_input_that_outlives_the_step_are_taken_out() -> None:
         timer.end_step()
         assert not x._backward_hooks
     timer.remove()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model_is_one_block_and_left_as_it_was(in_place: bool) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    compiled = model._compiled_call_impl
+    profile = structure(model)
+    timer = LayerTimer(model)
+    for _ in range(3):
+        step(model)
+        timer.end_step()
+    layers = by_name(timer.apply(profile))
+    assert layers[""].parameters == ()
+    assert min(layers[""].forward_seconds, layers[""].backward_seconds) > 0
+    assert model._compiled_call_impl is compiled

@@ -65,7 +65,7 @@ def measure(task: Task, batch_size: int, *, num_passes: int, meta: bool) -> Mode
         model = task.make_model()
     sample = [tensor.to(device) for tensor in sample]
     if meta:
-        return profile_model(model, sample, task.loss, batch_size=batch_size)
+        return profile_model(model, sample, task.loss, batch_size=batch_size, optimizer=task.make_optimizer)
     with _bar() as bar:
         line = bar.add_task("measuring", total=None)
         found = profile_model(
@@ -175,5 +175,6 @@ def _lines(found: ModelProfile) -> list[str]:
             f"for a batch, {format_seconds(found.first_epoch_loader_seconds)} in the first epoch"
         )
     else:
-        lines.append(found.source)
+        state = format_bytes(found.optimizer_state_num_bytes)
+        lines.append(f"{found.source}; {found.optimizer} keeps {state}")
     return [*lines, *(f"note: {note}" for note in found.notes)]

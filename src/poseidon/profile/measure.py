@@ -92,7 +92,8 @@ def profile_model(
         if device.type == "meta":
             training.timed_by_layers(watch, keep=False)
             profile = compose(structure, watch, lambda layer, module: 0.5, operations=operations)
-            return profile.model_copy(update={"source": "counted on the meta device, not measured"})
+            source = "counted on the meta device, not measured"
+            return profile.model_copy(update={"source": source, **training.of_optimizer()})
         for number in range(total := WARM_UP_PASSES + num_passes):
             training.timed_by_layers(watch, keep=number >= WARM_UP_PASSES)
             training.timed_from_outside(keep=number >= WARM_UP_PASSES)
@@ -196,7 +197,7 @@ class _Training:
         state = [t for t in tree_leaves(dict(self.optimizer.state)) if isinstance(t, torch.Tensor)]
         return {
             "optimizer": type(self.optimizer).__name__,
-            "optimizer_seconds": median(self.optimizer_seconds),
+            "optimizer_seconds": median(self.optimizer_seconds) if self.optimizer_seconds else 0.0,
             "optimizer_state_num_bytes": sum(t.numel() * t.element_size() for t in state),
         }
 
@@ -223,8 +224,8 @@ class LayerTimer:
     def __init__(self, model: nn.Module) -> None:
         self._device = _device_of(model)
         self._watch = LapWatch(model, clock_of(self._device))
-        self._root = AroundCalls(model, self._before_model, self._after_model, first=True)
         self._watch.install()
+        self._root = AroundCalls(model, self._before_model, self._after_model, first=True)
 
     @property
     def num_steps(self) -> int:
