@@ -583,6 +583,18 @@ def planned_together(rank, world_size):
         end(pair)
 
 
+def beside_a_server(rank, world_size):
+    """A layer whose optimizer runs on shards, and deferred layers in the same optimizer."""
+    schemes = {"last": ShardedServer(), "first": SufficientFactor()}
+    pair = Pair(
+        *(rank, world_size, Net(), schemes, square, lookups, OPTIMIZERS["adamw"]), plan=defer("first", "norm", "table")
+    )
+    for step in range(6):
+        take(pair, step)
+        assert is_open(pair)
+    end(pair)
+
+
 def broken(rank, world_size):
     """An exception in backward, and one in forward, while transfers are under way."""
     with slow():
@@ -633,7 +645,7 @@ def lost(rank, world_size):
     assert not any(isinstance(p.grad, StandIn) for p in pair.model.parameters())
 
 
-@pytest.mark.parametrize("check", [undone_on_the_way, other_order, planned_together, broken, lost])
+@pytest.mark.parametrize("check", [undone_on_the_way, other_order, planned_together, beside_a_server, broken, lost])
 def test_beginnings_and_ends(check):
     run_ranks(2, check)
 

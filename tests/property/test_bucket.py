@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from poseidon.comm.bucket import Bucket, split_into_buckets
-from poseidon.comm.sharded_server import _intersections, pieces, stretches
+from poseidon.comm.bucket import Bucket, pieces, split_into_buckets, stretches
+from poseidon.comm.sharded_server import _intersections
 
 sizes = st.lists(st.integers(0, 1000), max_size=60)
 limits = st.integers(1, 2000)
