@@ -82,11 +82,16 @@ def _row(one: ExchangeFigures, figures: Figures) -> dict[str, Any]:
         "scheme": one.scheme.replace("_", " "),
         "sent": format_traffic(one.bytes_sent),
         "of_plain": _percent(one.bytes_sent / one.plain_bytes) if one.plain_bytes else "",
-        "measured": format_seconds(one.transfer_seconds),
-        "predicted": "" if one.predicted_transfer_seconds is None else format_seconds(one.predicted_transfer_seconds),
-        "exposed": format_seconds(one.exposed_seconds) if one.exposed_seconds else "–",
+        "measured": _seconds_or_dash(one.transfer_seconds),
+        "predicted": _seconds_or_dash(one.predicted_transfer_seconds),
+        "exposed": _seconds_or_dash(one.exposed_seconds),
+        "predicted_exposed": _seconds_or_dash(one.predicted_exposed_seconds),
         "exposed_share": one.exposed_seconds / figures.summary.parts.total if figures.summary.parts.total else 0.0,
     }
+
+
+def _seconds_or_dash(seconds: float | None) -> str:
+    return format_seconds(seconds) if seconds else "–"
 
 
 def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
