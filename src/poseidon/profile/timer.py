@@ -321,7 +321,7 @@ class LapWatch:
             for tensor in made:
                 if tensor.requires_grad and _edge(tensor) not in known:
                     self._hook(tensor, partial(self._backward_began, name))
-        if not self._has_facts:
+        if not self._has_facts and not inside_backward():  # a recomputation is no further call
             self.facts.ended(name, module, self._given.pop(name, []), made)
         self._last = self._clock.read()
 
