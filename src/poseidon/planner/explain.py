@@ -17,19 +17,20 @@ from poseidon.units import format_bandwidth, format_bytes, format_seconds, forma
 
 SHOWN_LAYERS = 20
 """Layers with a line of their own: those that cost most."""
-NAME_WIDTH = 18
+NAME_WIDTH = 17
 MOST_WIDE_COLUMNS = 7
 """Tables of more columns stand closer, to keep to 80 characters."""
 SHORT_LABELS = {
-    "all_reduce": "all-reduce",
+    "all_reduce": "reduce",
     "sufficient_factor": "factors",
     "sparse_rows": "rows",
     "sharded_server": "server",
-    "levels=2": "2 levels",
-    "wire=bfloat16": "bf16",
-    "wire=float16": "fp16",
+    "levels=2": "/2",
+    "wire=bfloat16": "/16",
+    "wire=float16": "/f16",
 }
 """How tables call schemes and what is odd about them."""
+LEGEND = {"/2": "in two levels, the ranks of a host first", "/16": "as bfloat16", "/f16": "as float16"}
 
 
 def explain(profile: ModelProfile, plan: Plan, rates: Rates, scalings: Sequence[Scaling] = ()) -> list[str]:
@@ -137,7 +138,14 @@ def layer_table(plan: Plan) -> Table:
         sent = sum(plan.schemes[name].bytes_sent(plan.layers[name], plan.world_size) for name in rest)
         hidden, exposed = sum(c.hidden_seconds for c in choices), sum(c.exposed_seconds for c in choices)
         table.add_row(f"{len(rest)} others", "", format_traffic(sent), "", _seconds(hidden), _seconds(exposed))
+    cells = {cell for column in ("scheme", "runner-up") for cell in _column(table, column)}
+    legend = [f"{mark}: {text}" for mark, text in LEGEND.items() if any(mark in cell for cell in cells)]
+    table.caption, table.caption_justify = "; ".join(legend) or None, "left"
     return table
+
+
+def _column(table: Table, header: str) -> list[str]:
+    return [str(cell) for column in table.columns if column.header == header for cell in column.cells]
 
 
 def scaling_table(scalings: Sequence[Scaling]) -> Table:
@@ -196,7 +204,8 @@ def _weight(choice: Choice) -> float:
 
 
 def _seconds(value: float) -> str:
-    return format_seconds(value) if value else "0"
+    """Three digits, for a narrow column."""
+    return format_seconds(float(f"{value:.3g}")) if value else "0"
 
 
 def _short_name(name: str) -> str:
@@ -212,8 +221,8 @@ def _short_name(name: str) -> str:
 
 def _short_label(text: str) -> str:
     kind, _, odd = text.rstrip(")").partition("(")
-    parts = [SHORT_LABELS.get(kind, kind), *(SHORT_LABELS.get(one, one) for one in odd.split(", ") if one)]
-    return " ".join(parts)
+    parts = [SHORT_LABELS.get(kind, kind), *(SHORT_LABELS.get(one, f" {one}") for one in odd.split(", ") if one)]
+    return "".join(parts)
 
 
 def _names(names: Sequence[str], most: int = 3) -> str:

@@ -135,5 +135,5 @@ def recommendation(scalings: Sequence[Scaling]) -> str:
     rival = max(others, key=lambda one: one.samples_per_s)
     return (
         f"{where}stay on one host with {best.batch_size} samples a rank: {rate}; {rival.num_hosts} hosts would give "
-        f"{rival.speed_up:.2f} times that, because of the {rival.bottleneck}"
+        f"{rival.speed_up:.2f} times that; their bottleneck: {rival.bottleneck}"
     )

@@ -36,6 +36,8 @@ LAYER_STEPS = 30_000
 """Layers times steps that one search may simulate: some seconds of one processor."""
 MOST_STEPS = 6_000
 """As many steps are simulated at most, however small the model."""
+STEPS_OF_A_PLAN = 5
+"""As many are simulated at most to judge one plan."""
 FEWEST_STEPS = 60
 SHARE_FOR_RUNNERS_UP = 0.3
 """Of the steps that may be simulated, how many are kept for what each layer's next best scheme would have given."""
@@ -51,7 +53,7 @@ NEAR = 0.002
 """Share above the lower bound from which on nothing more is worth looking for."""
 PRICE_OF_DEFERRAL = 0.01
 """Share of a step that deferred transfers have to gain: while they are under way a gradient is not final yet."""
-PRICE_OF_WIRE = 0.01
+PRICE_OF_WIRE = 0.03
 """Seconds that a second on the wire counts even where it is hidden: what is hidden by a hair is in the way tomorrow."""
 LEAST_GAIN = 1e-6
 """Share of a step by which a plan has to be faster than a plainer one."""
@@ -117,7 +119,7 @@ def find_plan(space: Space, judge: "Judge") -> Plan:
     """The best of all plans where they are few, else of those that a search comes by."""
     if space.rates.world_size == 1:  # nothing crosses a network
         return space.plain
-    best = every_plan(space, judge) if 3 * space.num_plans < judge.most else neighbours(space, judge)
+    best = every_plan(space, judge) if STEPS_OF_A_PLAN * space.num_plans < judge.most else neighbours(space, judge)
     return best if judge.step_seconds(best) <= judge.step_seconds(space.plain) else space.plain
 
 
@@ -186,8 +188,9 @@ class Judge:
         if memory_of(plan, self._rates).refuse(self._limit):
             return math.inf, math.inf
         num_steps = 3 if plan.deferred else 2  # else nothing of a step reaches beyond the next one's beginning
-        self.num_steps += num_steps
-        seconds = simulate(self._profile, plan, self._rates, num_steps=num_steps).step_seconds
+        simulation = simulate(self._profile, plan, self._rates, num_steps=num_steps)
+        self.num_steps += simulation.num_steps
+        seconds = simulation.step_seconds
         return priced(seconds, plan, self._wire_seconds(plan)), seconds
 
     def _wire_seconds(self, plan: Plan) -> float:

@@ -25,16 +25,24 @@ class Simulation:
 
     Args:
         program: Operations that have been run.
+        num_counted: How many steps count, the last ones.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, num_counted: int = 1) -> None:
         self._program = program
+        self._num_counted = num_counted
+
+    @property
+    def num_steps(self) -> int:
+        """How many were simulated."""
+        return len(self._program.steps)
 
     @property
     def step_seconds(self) -> float:
-        """Of the last step, on the rank on which it is longest."""
+        """Mean of the steps that count, on the rank on which they are longest."""
+        count = self._num_counted
         ends = [[0.0, *(step.last[k].end for step in self._program.steps)] for k in range(len(self._program.kinds))]
-        return max(times[-1] - times[-2] for times in ends)
+        return max((times[-1] - times[-1 - count]) / count for times in ends)
 
     @cached_property
     def timelines(self) -> tuple[Timeline, ...]:
@@ -44,14 +52,20 @@ class Simulation:
     @property
     def step(self) -> Step:
         """The last step of the slowest rank: of those that end last, the one that stands still least."""
-        steps = [timeline.steps[-1] for timeline in self.timelines]
-        return max(steps, key=lambda step: (step.seconds, -step.exposed_seconds))
+        return self._slowest(-1)
 
     @property
     def parts(self) -> StepParts:
-        """Where the time of that step goes."""
-        starts = find_last_starts([timeline.steps[-1] for timeline in self.timelines])
-        return split_step(self.step, starts)
+        """Where the time of a step goes, on the slowest rank: mean of the steps that count."""
+        total = StepParts()
+        for index in range(-self._num_counted, 0):
+            starts = find_last_starts([timeline.steps[index] for timeline in self.timelines])
+            total += split_step(self._slowest(index), starts)
+        return StepParts.model_validate({name: value / self._num_counted for name, value in total})
+
+    def _slowest(self, index: int) -> Step:
+        steps = [timeline.steps[index] for timeline in self.timelines]
+        return max(steps, key=lambda step: (step.seconds, -step.exposed_seconds))
 
     def summary(self) -> str:
         """One line."""
@@ -66,7 +80,9 @@ def simulate(profile: ModelProfile, plan: Plan, rates: Rates, *, num_steps: int 
         profile: With seconds.
         plan: For as many ranks as `rates` speaks of.
         rates: What the ranks compute and move.
-        num_steps: How many steps follow one another; overlap with the next forward shows from two on.
+        num_steps: How many steps follow one another; overlap with the next forward shows from two on. Two more where
+            transfers are deferred, and then the last two count: what one step leaves to the next makes a short step
+            follow a long one.
 
     Returns:
         The prediction. The same arguments give the same one, to the last bit.
@@ -81,9 +97,9 @@ def simulate(profile: ModelProfile, plan: Plan, rates: Rates, *, num_steps: int 
     names = {layer.name for layer in profile.trainable}
     if odd := sorted(names ^ set(plan.schemes)):
         raise InfeasibleError(f"cannot simulate: the plan and the profile differ at layer {odd[0]!r}")
-    program = build(profile, plan, rates, max(1, num_steps))
+    program = build(profile, plan, rates, max(1, num_steps + (2 if plan.deferred else 0)))
     run(program.ops, program.machine)
-    return Simulation(program)
+    return Simulation(program, num_counted=min(2, len(program.steps)) if plan.deferred else 1)
 
 
 def _timeline(program: Program, k: int) -> Timeline:
