@@ -227,6 +227,7 @@ def test_steps_before_the_last_change_of_plan_do_not_count(tmp_path: Path) -> No
     record = RunRecord.load(runs.write_run(tmp_path / "run", events=events))
     assert record.common_indices == [7, 8, 9]
     assert [result.step for result in record.settled_results] == [7, 8, 9]
+    assert any("3 steps under the last plan: too few" in note for note in record.notes)
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:

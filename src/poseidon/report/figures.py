@@ -15,6 +15,7 @@ from poseidon.comm import AllReduce
 from poseidon.report.compare import Spread
 from poseidon.report.record import RunRecord, exchange_of
 from poseidon.report.summary import Summary, summarize
+from poseidon.runtime.surroundings import counted
 from poseidon.timeline import Activity, Step, Timeline
 from poseidon.units import format_bandwidth, format_seconds, format_traffic
 
@@ -163,7 +164,7 @@ def _efficiency(record: RunRecord, samples_per_s: float, baseline: RunRecord | N
         total = statistics.median(result.samples_per_s for result in results) if results else 0.0
         alone, note = total / others.world_size, f"{baseline.folder}: {others.sentence()}"
     elif (measured := record.facts.baseline) is not None:
-        alone, note = measured.samples_per_s, f"{measured.note}, {measured.num_steps} steps before the run"
+        alone, note = measured.samples_per_s, f"{measured.note}, {counted(measured.num_steps, 'step')} before the run"
     else:
         return None
     if not alone:

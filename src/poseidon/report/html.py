@@ -60,6 +60,7 @@ def make_page(record: RunRecord, figures: Figures) -> str:
         figures=figures,
         layers=[_row(one, figures) for one in figures.exchanges],
         environment=list(_environment(record)),
+        steps=counted(figures.summary.num_steps, "step"),
         step_number=(record.typical_index() or 0) + 1,
         plots={name: _embed(json.loads(figure.to_json())) for name, figure in plots.items()},
         plotlyjs=get_plotlyjs(),

@@ -22,12 +22,14 @@ from poseidon.plan import Plan
 from poseidon.runtime.baseline import Baseline
 from poseidon.runtime.clocks import Clocks
 from poseidon.runtime.ledger import StepResult
-from poseidon.runtime.surroundings import Surroundings
+from poseidon.runtime.surroundings import Surroundings, counted
 from poseidon.simulator import simulate
 from poseidon.timeline import Step, Timeline
 
 READ_STEPS = 200
 """The last steps of every rank that are read: enough for medians, and little enough for a page."""
+FEW_STEPS = 5
+"""Fewer than that are said to be few."""
 CHANGES = ("adopted", "kept", "dropped", "given")
 """Kinds of events after which steps are under another plan."""
 
@@ -186,7 +188,11 @@ def _read_timelines(folder: Path, facts: Facts) -> tuple[list[Timeline], list[st
     if missing := sorted(set(range(world_size)) - set(by_rank)):
         notes.append(f"the timelines of ranks {', '.join(map(str, missing))} are not in the folder")
     first = _last_change(facts)
-    return [Timeline(steps=tuple(_settled(by_rank[rank], first))) for rank in sorted(by_rank)], notes
+    timelines = [Timeline(steps=tuple(_settled(by_rank[rank], first))) for rank in sorted(by_rank)]
+    fewest = min((len(timeline.steps) for timeline in timelines), default=0)
+    if fewest < FEW_STEPS:
+        notes.append(f"{counted(fewest, 'step')} under the last plan: too few for figures to rely on")
+    return timelines, notes
 
 
 def _settled(steps: Sequence[Step], first: int) -> Sequence[Step]:

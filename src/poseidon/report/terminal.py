@@ -11,6 +11,7 @@ from poseidon.breakdown import LABELS
 from poseidon.report.figures import Efficiency, ExchangeFigures, Figures, LinkUse, Prediction
 from poseidon.report.record import RunRecord
 from poseidon.report.summary import round_to
+from poseidon.runtime.surroundings import counted
 from poseidon.units import format_bandwidth, format_seconds, format_traffic
 
 MOST_ROWS = 20
@@ -47,7 +48,7 @@ def _lines(figures: Figures) -> Iterator[tuple[str, str]]:
         yield "efficiency", _efficiency(figures.efficiency)
     seconds = figures.step_seconds
     spread = f"eight in ten from {format_seconds(seconds.p10)} to {format_seconds(seconds.p90)}"
-    yield "step", f"{format_seconds(seconds.median)}, {spread}, over {figures.summary.num_steps} steps"
+    yield "step", f"{format_seconds(seconds.median)}, {spread}, over {counted(figures.summary.num_steps, 'step')}"
     if figures.prediction is not None:
         yield "predicted", _prediction(figures.prediction)
     if figures.link is not None:

@@ -23,10 +23,12 @@ from poseidon.tasks.task import Batch, Task
 
 WARM_UP_STEPS = 2
 """The first is slow everywhere; the second is the first that has an optimizer's step in it."""
-MOST_STEPS = 20
+LEAST_STEPS, MOST_STEPS = 3, 20
 """That count."""
-MOST_SECONDS = 2.0
-"""After these no further step is begun, but one always counts."""
+ENOUGH_SECONDS = 2.0
+"""After these the least number of steps is enough."""
+MOST_SECONDS = 10.0
+"""After these one step is enough."""
 
 
 class Baseline(Value):
@@ -78,7 +80,7 @@ def _train_alone(task: Task, schedule: Schedule, device: torch.device, note: str
         counted = run.num_exchanges - WARM_UP_STEPS
         if counted <= 0:
             began = time.monotonic()
-        elif time.monotonic() - began > MOST_SECONDS:
+        elif time.monotonic() - began > (ENOUGH_SECONDS if counted >= LEAST_STEPS else MOST_SECONDS):
             break
     steps = run.timeline.steps[WARM_UP_STEPS:]
     run.detach()
