@@ -30,7 +30,7 @@ READ_STEPS = 200
 """The last steps of every rank that are read: enough for medians, and little enough for a page."""
 FEW_STEPS = 5
 """Fewer than that are said to be few."""
-CHANGES = ("adopted", "kept", "dropped", "given")
+CHANGES = ("adopted", "kept", "dropped")
 """Kinds of events after which steps are under another plan."""
 
 
