@@ -39,7 +39,7 @@ from poseidon.plan import Plan, uniform_plan
 from poseidon.planner.search import search_plan
 from poseidon.profile.graph import ModelProfile
 from poseidon.profile.measure import profile_model, scale_to
-from poseidon.profile.virtual import virtual_batch, virtual_loss, virtual_model, virtual_optimizer
+from poseidon.profile.virtual import VirtualOptimizer, virtual_batch, virtual_loss, virtual_model
 from poseidon.runtime.attach import Run
 from poseidon.runtime.data import Shares, batches
 from poseidon.runtime.join import init, shutdown
@@ -142,30 +142,23 @@ def _run(*arguments: str) -> None:
 # Plans and predictions
 
 
-def plans_of(task: Task | None, profile: ModelProfile, cluster: ClusterSpec) -> dict[str, tuple[Plan, float]]:
+def plans_of(profile: ModelProfile, cluster: ClusterSpec, *, virtual: bool) -> dict[str, tuple[Plan, float]]:
     """Three plans with their predicted steps."""
     rates = rates_for(profile, cluster)
-    sparse = _sparse_layers(task)
-    plain: dict[str, CommScheme] = {
-        layer.name: SparseRows() if layer.name in sparse else AllReduce() for layer in profile.trainable
-    }
-    server: dict[str, CommScheme] = {
-        layer.name: SparseRows() if layer.name in sparse else ShardedServer() for layer in profile.trainable
-    }
+    sparse = [layer.name for layer in profile.trainable if layer.is_sparse]
+
+    def everywhere(scheme: CommScheme) -> dict[str, CommScheme]:
+        return {layer.name: SparseRows() if layer.name in sparse else scheme for layer in profile.trainable}
+
+    # Parameters that only sleep have no memory for a server to work on, and an optimizer that nobody can run in parts.
+    worse = everywhere(AllReduce() if virtual else ShardedServer())
+    overrides = {"deferred": ()} if virtual else None
     plans = {
-        "all_reduce": uniform_plan(profile, rates.world_size, plain),
-        "chosen": search_plan(profile, rates, sparse=tuple(sparse)),
-        "worse": uniform_plan(profile, rates.world_size, server, wait_free=False),
+        "all_reduce": uniform_plan(profile, rates.world_size, everywhere(AllReduce())),
+        "chosen": search_plan(profile, cluster, sparse=sparse, overrides=overrides),
+        "worse": uniform_plan(profile, rates.world_size, worse, wait_free=False),
     }
     return {name: (plan, simulate(profile, plan, rates).step_seconds) for name, plan in plans.items()}
-
-
-def _sparse_layers(task: Task | None) -> list[str]:
-    if task is None:
-        return []
-    with torch.device("meta"):
-        model = task.make_model()
-    return [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
 
 
 # On each host
@@ -180,8 +173,8 @@ class Contender:
         self.profile = ModelProfile.load(job.profile)
         self.plans = {name: Plan.load(path) for name, path in job.plans.items()}
         if job.mode == "virtual":
-            self.model = virtual_model(self.profile, writable=True)
-            self.optimizer: torch.optim.Optimizer = virtual_optimizer(self.model.parameters())
+            self.model: torch.nn.Module = virtual_model(self.profile)
+            self.optimizer: torch.optim.Optimizer = VirtualOptimizer(self.model.parameters())
             self.loss = virtual_loss
             self.batches: Iterator[Any] = _forever(virtual_batch(self.profile))
         else:
@@ -289,9 +282,7 @@ def jobs_of(given: argparse.Namespace, hosts: int, link: str) -> tuple[list[Job]
         path = profile_of(name, mode, folder)
         profile = ModelProfile.load(path)
         kept, steps, warm_up = {}, {}, {}
-        for plan_name, (plan, predicted) in plans_of(
-            load_task(name) if mode == "real" else None, profile, cluster
-        ).items():
+        for plan_name, (plan, predicted) in plans_of(profile, cluster, virtual=mode == "virtual").items():
             if predicted > given.longest:
                 print(f"left out: {name}, {mode}, {hosts} x {link}, {plan_name}: {format_seconds(predicted)} a step")
                 continue
