@@ -90,12 +90,12 @@ class Departure:
     @property
     def seconds_before(self) -> float:
         """Of a step, as expected."""
-        return _step_seconds(self.before)
+        return step_seconds(self.before)
 
     @property
     def seconds_now(self) -> float:
         """Of a step, as last read."""
-        return _step_seconds(self.now)
+        return step_seconds(self.now)
 
     @property
     def slower(self) -> bool:
@@ -141,7 +141,7 @@ class DepartureWatch:
         if self.expected is None:
             self.expected = tuple(readings)
             return None
-        ratio = _step_seconds(readings) / _step_seconds(self.expected)
+        ratio = step_seconds(readings) / step_seconds(self.expected)
         self._slower = self._slower + 1 if ratio > LASTING_RATIO else 0
         self._faster = self._faster + 1 if ratio < 1 / LASTING_RATIO else 0
         if self._calm:
@@ -156,7 +156,7 @@ class DepartureWatch:
         return departure
 
 
-def _step_seconds(readings: Sequence[Reading]) -> float:
+def step_seconds(readings: Sequence[Reading]) -> float:
     """All ranks take a step together; where one was held up outside of it, the others count."""
     return median(reading.step for reading in readings)
 

@@ -14,7 +14,7 @@ from poseidon.comm.group import Pending
 from poseidon.comm.link_probe import LinkSpeed, probe_links
 from poseidon.runtime.attach import Run
 from poseidon.runtime.blame import blame_links, blame_ranks
-from poseidon.runtime.departure import Departure, DepartureWatch, Reading
+from poseidon.runtime.departure import Departure, DepartureWatch, Reading, step_seconds
 from poseidon.runtime.surroundings import find_hosts
 from poseidon.timeline import Step
 from poseidon.units import format_seconds
@@ -87,10 +87,8 @@ class Monitor:
             return
         self._run.flush()
         cause = self._find_cause(departure)
-        times = (
-            f"steps take {format_seconds(departure.seconds_now)} instead of {format_seconds(departure.seconds_before)}"
-        )
-        self._run.note("departed", f"exchange {self._run.num_exchanges}: {cause}: {times}", loud=departure.slower)
+        now, before = format_seconds(departure.seconds_now), format_seconds(departure.seconds_before)
+        self._run.note("departed", f"{cause}: steps take {now} instead of {before}", loud=departure.slower)
         self.restart()
         self._on_departure(departure)
         self._run.recorder.restart()
@@ -101,10 +99,9 @@ class Monitor:
             self._run.flush()
             self._links = self._probe()
             self._run.recorder.restart()
-        seconds = max(reading.step for reading in readings)
         predicted = self._run.prediction
         beside = f", predicted {format_seconds(predicted.step_seconds)}" if predicted else ""
-        self._run.note("expected", f"steps take {format_seconds(seconds)}{beside}")
+        self._run.note("expected", f"steps take {format_seconds(step_seconds(readings))}{beside}")
 
     def _find_cause(self, departure: Departure) -> str:
         if (suspect := departure.suspect()) is not None:
