@@ -49,7 +49,7 @@ def test_the_plan_of_the_only_number_of_hosts_is_explained_and_written(profile, 
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.world_size == 4
     assert plan.predicted is not None
-    assert "the plan for 4 hosts" in output
+    assert "the plan for 4 hosts at 100Mbit/s with 32 samples a rank" in output
     assert "fc by sufficient_factor" in output
     assert "the bottleneck is the link" in output
     assert "twice the bandwidth" in output
@@ -70,7 +70,7 @@ def test_a_plan_is_simulated_on_its_cluster_and_refused_on_another(profile, tmp_
     assert "predicted step" in output
     assert "the bottleneck is" in output
     assert [step.index for step in Timeline.load(tmp_path / "steps.jsonl").steps] == [0, 1, 2, 3]
-    with pytest.raises(InfeasibleError, match="is for 4 ranks, but gpu-8x10GbE has 8"):
+    with pytest.raises(InfeasibleError, match="is for a world size of 4, but gpu-8x10GbE has 8 ranks"):
         run("simulate", path, "--cluster", "gpu-8x10GbE")
     assert "over 4 ranks" in run("simulate", path, "--cluster", "gpu-8x10GbE", "--hosts", "4")
 

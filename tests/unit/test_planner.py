@@ -56,6 +56,13 @@ def test_hidden_and_exposed_seconds_of_the_layers_add_up_to_those_of_the_step():
     assert step.exposed_seconds > 0
 
 
+def test_one_rank_computes_and_nothing_else():
+    plan = on(rates(1))
+    assert plan.predicted.step_seconds == pytest.approx(NET.seconds + NET.optimizer_seconds)
+    assert plan.predicted.lower_bound_seconds == pytest.approx(plan.predicted.step_seconds)
+    assert plan.predicted.parts.computing == pytest.approx(plan.predicted.step_seconds)
+
+
 def test_connections_are_part_of_the_choice():
     by = {1: Curve.line(latency=1e-4, bandwidth=1e7), 4: Curve.line(latency=1e-4, bandwidth=3e7)}
     assert on(rates(4, all_reduce=by, exchange=by)).connections == 4

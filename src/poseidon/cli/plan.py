@@ -19,7 +19,7 @@ from poseidon.profile.graph import ModelProfile
 from poseidon.profile.measure import NUM_PASSES
 from poseidon.report.speedup import check_plot, draw_speedups
 from poseidon.tasks import load_task
-from poseidon.units import parse_bandwidth
+from poseidon.units import format_bandwidth, parse_bandwidth
 
 T = TypeVar("T")
 WIDTH = 80
@@ -167,7 +167,8 @@ def _show(console: Console, scalings: Sequence[Scaling], chosen: Scaling) -> Non
     for _, group in groupby(scalings, key=lambda one: (one.link, one.batch_size)):
         console.print(recommendation(list(group)))
     where = "one host" if chosen.num_hosts == 1 else f"{chosen.num_hosts} hosts"
-    console.print(f"\nthe plan for {where}:")
+    link = f" at {format_bandwidth(chosen.link)}" if chosen.link else ""
+    console.print(f"\nthe plan for {where}{link} with {chosen.batch_size} samples a rank:")
     profile, plan, rates = chosen.plan.profile, chosen.plan, chosen.rates
     others = [one for one in scalings if one.link == chosen.link]
     for sentence in explain(profile, plan, rates, others):

@@ -37,8 +37,8 @@ def simulate(
     rates = rates_for(chosen.profile, ClusterSpec.find(cluster), num_hosts=hosts)
     if chosen.world_size != rates.world_size:
         raise InfeasibleError(
-            f"{plan} is for {chosen.world_size} ranks, but {cluster} has {rates.world_size}: make a plan for these, or "
-            "choose with --hosts how many hosts take part"
+            f"{plan} is for a world size of {chosen.world_size}, but {cluster} has {rates.world_size} ranks: "
+            "make a plan for these, or choose with --hosts how many hosts take part"
         )
     simulation = predict(chosen.profile, chosen, rates, num_steps=steps)
     console = Console(highlight=False)

@@ -3,6 +3,7 @@
 from poseidon.cluster.curve import Curve
 from poseidon.cluster.rates import UNLIMITED, HostRates, Rates
 from poseidon.comm import CommScheme, Message
+from poseidon.comm.scheme import local_gradient_seconds
 from poseidon.errors import InfeasibleError
 from poseidon.planner.space import Space
 from poseidon.profile.graph import LayerSpec
@@ -49,7 +50,7 @@ def _computing(space: Space) -> float:
 def _computing_of(scheme: CommScheme, layer: LayerSpec, rates: Rates) -> float:
     """Without copies into buffers, which may go on beside a device."""
     cost = scheme.cost(layer, rates)
-    gradient = cost.backward_seconds
+    gradient = cost.backward_seconds if rates.world_size > 1 else local_gradient_seconds(layer, rates)
     if not layer.weight_gradient_seconds:  # counted, not measured: the same on a host that computes faster
         gradient *= min(1.0, *(host.compute_scale for host in rates.hosts))
     return gradient + (cost.finish_seconds if rates.world_size > 1 else 0.0)
