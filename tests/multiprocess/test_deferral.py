@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from poseidon.comm import AllReduce, ShardedServer, SparseRows, SufficientFactor, Transfer
 from poseidon.comm.group import Group
@@ -20,7 +21,7 @@ from poseidon.profile.structure import profile_structure
 from poseidon.runtime.attach import attach
 from poseidon.runtime.deferral import StandIn
 from support.ranks import run_ranks
-from support.steps import Pair, assert_same, seeded
+from support.steps import Pair, assert_same, rows, seeded
 
 pytestmark = pytest.mark.multiprocess
 
@@ -246,7 +247,40 @@ def accumulated(rank, world_size):
         end(pair)
 
 
-@pytest.mark.parametrize("check", [scheduled, groups_of_parameters, kept_gradients, accumulated])
+class Attention(nn.Module):
+    """Its parameters are used by modules that do not own them, by fused functions, and once more in backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=12, dropout=0.0, batch_first=True)
+        self.memory = nn.LSTM(8, 6, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = checkpoint(self.layer, x, use_reentrant=False) if self.training else self.layer(x)
+        return self.head(self.memory(x)[0])
+
+
+def attention(rank, world_size):
+    pair = Pair(
+        *(rank, world_size, Attention(), None, lambda model, x: model(x).square().mean()),
+        *(lambda r, step: rows(r, step, 10, 8).view(2, 5, 8), OPTIMIZERS["adamw"]),
+        plan=defer(),
+    )
+    for step in range(8):
+        take(pair, step)
+        if step % 3 == 0:
+            outputs = []
+            for model in (pair.model, pair.alone):
+                with torch.inference_mode():
+                    outputs.append({"output": model.eval()(rows(0, step, 10, 8).view(2, 5, 8))})
+                model.train()
+            assert_same(*outputs)
+    end(pair)
+
+
+@pytest.mark.parametrize("check", [scheduled, groups_of_parameters, kept_gradients, accumulated, attention])
 def test_loops(check):
     run_ranks(2, check)
 

@@ -18,7 +18,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map_only
 
 from poseidon.comm.capture import ModuleHook, Removable
@@ -27,6 +26,8 @@ from poseidon.comm.sharded_server import ELEMENTWISE
 from poseidon.errors import InfeasibleError
 from poseidon.profile.structure import shared_parameters
 
+SHORT = 64
+"""A list of at most so many is always looked through for parameters."""
 _GRADIENT: Any = torch.Tensor.grad
 _GET_GRADIENT = _GRADIENT.__get__
 _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
@@ -233,7 +234,7 @@ class Lookout(TorchFunctionMode):
             if (owed := self.owed.get(id(value))) is not None:
                 if not _can_wait(func, value, owed):
                     owed.settle()
-            elif isinstance(value, list | tuple):
+            elif isinstance(value, list | tuple) and _may_hold_tensors(value):
                 self._look_at(func, value)
 
     def add(self, owed: Owed) -> None:
@@ -247,10 +248,10 @@ class Lookout(TorchFunctionMode):
             self.owed.pop(id(tensor), None)
 
     def __enter__(self) -> Self:
-        """Below the modes that are there, since who has entered one takes the uppermost out; a default device stays."""
+        """Below the modes that are there, since who has entered one takes the uppermost out."""
         above = [_pop_mode() for _ in _get_current_function_mode_stack()]
-        if above and isinstance(above[-1], DeviceContext):
-            _push_mode(above.pop())
+        if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
+            _push_mode(above.pop())  # of `torch.set_default_device`, which expects to find it at the bottom
         for mode in (self, *reversed(above)):
             _push_mode(mode)
         self._is_kept = True
@@ -262,6 +263,11 @@ class Lookout(TorchFunctionMode):
             if mode is not self:
                 _push_mode(mode)
         self._is_kept = False
+
+
+def _may_hold_tensors(values: Sequence[Any]) -> bool:
+    """A long list of anything else, samples say that become a tensor, is not looked through."""
+    return len(values) <= SHORT or isinstance(values[0], torch.Tensor | list | tuple)
 
 
 def _can_wait(func: Any, value: Any, owed: Owed) -> bool:
