@@ -38,18 +38,22 @@ class Curve(Value):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that a rank sends in a large transfer: by the last two points."""
-        return 1.0 / self._slope(len(self.num_bytes) - 1)
+        """Bytes per second that a rank sends in a large transfer.
+
+        From the smallest point to the largest: the last two alone would double the error of both.
+        """
+        return 1.0 / self._seconds_per_byte
 
     def at(self, num_bytes: float) -> float:
-        """Seconds of a transfer of this size; below the first point as the first, beyond the last by its slope."""
+        """Seconds of a transfer of this size; below the first point as the first, beyond the last by the bandwidth."""
         if num_bytes <= self.num_bytes[0]:
             return self.seconds[0]
-        above = min(bisect_left(self.num_bytes, num_bytes), len(self.num_bytes) - 1)
-        if above == 0:
-            return self.seconds[0] + (num_bytes - self.num_bytes[0]) * self._slope(0)
+        if num_bytes >= self.num_bytes[-1]:
+            return self.seconds[-1] + (num_bytes - self.num_bytes[-1]) * self._seconds_per_byte
+        above = bisect_left(self.num_bytes, num_bytes)
         below = above - 1
-        return self.seconds[below] + (num_bytes - self.num_bytes[below]) * self._slope(above)
+        share = (num_bytes - self.num_bytes[below]) / (self.num_bytes[above] - self.num_bytes[below])
+        return (1.0 - share) * self.seconds[below] + share * self.seconds[above]
 
     def scaled(self, *, latency: float = 1.0, wire: float = 1.0) -> Self:
         """The same curve with its latency times `latency` and everything above that times `wire`."""
@@ -58,9 +62,10 @@ class Curve(Value):
             update={"seconds": tuple(first * latency + max(0.0, s - first) * wire for s in self.seconds)}
         )
 
-    def _slope(self, above: int) -> float:
-        """Seconds per byte between the point before and this one, never so small that a byte costs nothing."""
-        if above == 0:
+    @property
+    def _seconds_per_byte(self) -> float:
+        """Beyond the last point, never so small that a byte costs nothing."""
+        if len(self.num_bytes) == 1:
             return max(self.seconds[0] / max(1, self.num_bytes[0]), 1e-30)
-        rise = self.seconds[above] - self.seconds[above - 1]
-        return max(rise / (self.num_bytes[above] - self.num_bytes[above - 1]), 1e-30)
+        rise = self.seconds[-1] - self.seconds[0]
+        return max(rise / (self.num_bytes[-1] - self.num_bytes[0]), 1e-30)
