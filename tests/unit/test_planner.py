@@ -183,6 +183,8 @@ def test_any_field_can_be_set():
     fixed = on(FOUR, overrides={"layers.fc.scheme": "all_reduce", "buckets": "fc;conv", "order": "conv,fc"})
     assert fixed.buckets == (("fc",), ("conv",))
     assert fixed.order == ("conv", "fc")
+    assert on(FOUR, overrides={"buckets": "fc,conv"}).is_plain
+    assert on(FOUR, overrides={"buckets": "conv"}).schemes["fc"] == SufficientFactor()
 
 
 @pytest.mark.parametrize(
@@ -200,6 +202,7 @@ def test_any_field_can_be_set():
         ({"wait_free": "maybe"}, "cannot set wait_free to 'maybe': write true or false"),
         ({"connections": "3"}, "cannot plan with 3 connections: 1 were measured"),
         ({"deferred": "fc6"}, "no trainable layer is named so"),
+        ({"buckets": "fc"}, "cannot use the buckets that were set for layer 'conv': it is in no bucket"),
         ({"order": "fc"}, "order do not fit the profile at layer 'conv'"),
     ],
 )

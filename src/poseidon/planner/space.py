@@ -111,7 +111,7 @@ class Space:
         None where something is fixed that speaks against it, and where the optimizer cannot be run later for some
         parameters than for others, or is not known.
         """
-        if not (self.is_free("deferred") and self.is_free("order")) or self.fixed.get("wait_free") is False:
+        if not all(map(self.is_free, ("deferred", "order", "buckets"))) or self.fixed.get("wait_free") is False:
             return ()
         if self.profile.is_compiled or self.profile.optimizer not in {kind.__name__ for kind in ELEMENTWISE}:
             return ()
@@ -208,20 +208,19 @@ def make_space(
         raise ConfigError(
             f"cannot plan with {connections[0]} connections: {', '.join(map(str, sorted(known)))} were measured"
         )
+    candidates = {
+        layer.name: _candidates(
+            layer, rates, allow, wanted.get(layer.name, {}), is_sparse=layer.is_sparse or layer.name in sparse
+        )
+        for layer in profile.trainable
+    }
+    if "buckets" in fixed:
+        candidates = _in_buckets(candidates, {name for bucket in fixed["buckets"] for name in bucket})
     space = Space(
         profile=profile,
         rates=rates,
         arrival=tuple(arrival) or tuple(layer.name for layer in reversed(profile.trainable)),
-        candidates={
-            layer.name: _candidates(
-                layer,
-                rates,
-                allow,
-                wanted.get(layer.name, {}),
-                is_sparse=layer.is_sparse or layer.name in sparse,
-            )
-            for layer in profile.trainable
-        },
+        candidates=candidates,
         connections=connections,
         fixed=fixed,
     )
@@ -278,6 +277,20 @@ def _variants(
     if fields:  # asked for by name: not a matter of what is allowed
         return made
     return [scheme for scheme in made if EXACTNESS.index(scheme.exactness) <= EXACTNESS.index(allow)]
+
+
+def _in_buckets(
+    candidates: Mapping[str, tuple[CommScheme, ...]], bucketed: set[str]
+) -> dict[str, tuple[CommScheme, ...]]:
+    """One all-reduce for what is in a bucket that is fixed, no all-reduce for what is in none."""
+    found = {}
+    for name, options in candidates.items():
+        fitting = tuple(one for one in options if (one.kind == "all_reduce") == (name in bucketed))
+        if not fitting:
+            where = "it is in a bucket" if name in bucketed else "it is in no bucket"
+            raise ConfigError(f"cannot use the buckets that were set for layer {name!r}: {where}, against its scheme")
+        found[name] = fitting[:1] if name in bucketed else fitting
+    return found
 
 
 def label(scheme: CommScheme) -> str:
