@@ -46,7 +46,7 @@ def test_wrong_usage_exits_with_2(verb: str, options: list[str]) -> None:
     assert refused(verb, "fashion-mnist", *options)[0] == 2
 
 
-@pytest.mark.parametrize("options", [["--epochs", "0"], ["--steps", "0"], ["--tensorboard"]])
+@pytest.mark.parametrize("options", [["--epochs", "0"], ["--steps", "0"], ["--tensorboard"], ["--at", "5s:host1=cut"]])
 def test_wrong_usage_of_train(options: list[str]) -> None:
     assert refused("train", "fashion-mnist", *options)[0] == 2
 

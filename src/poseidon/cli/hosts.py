@@ -7,7 +7,7 @@ it was given hosts, and a worker of its own if it was not.
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from poseidon.cluster.emulated import enter_user_namespace
-from poseidon.cluster.spec import ClusterSpec, parse_links
+from poseidon.cluster.spec import ClusterSpec, LinkChange, parse_links
 from poseidon.comm.group import Group
 from poseidon.errors import ClusterError, PoseidonError
 from poseidon.launch.local import engine_for
@@ -36,6 +36,13 @@ ClusterOption = Annotated[
     Path | None,
     typer.Option(
         help="A TOML file with hosts and links, or a preset's name, instead of the three above.", show_default=False
+    ),
+]
+AtOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Change a host's link meanwhile: 5s:host2=10Mbit/s, 9s:host2=cut, 12s:host2=restore. Repeatable.",
+        show_default=False,
     ),
 ]
 
@@ -85,13 +92,18 @@ def prepare() -> None:
         return  # `launch` says what that means
 
 
-def launch(spec: ClusterSpec) -> None:
+def launch(spec: ClusterSpec, changes: Sequence[LinkChange] = ()) -> None:
     """Runs this very command once more as every rank of the hosts, and shows what the ranks say.
 
+    Args:
+        spec: The hosts.
+        changes: What happens to their links meanwhile.
+
     Raises:
+        ClusterError: A change is for a host that is not there.
         LaunchError: A rank failed: which one first, and its last lines.
     """
-    engine, warning = engine_for(num_ranks=spec.num_ranks, cluster=spec)
+    engine, warning = engine_for(num_ranks=spec.num_ranks, cluster=spec, changes=changes)
     if warning is not None:
         print(f"poseidon: warning: the link was not limited: {warning}", file=sys.stderr)
     first = spec.hosts[0].name

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from poseidon.cli.hosts import AtOption
 from poseidon.cluster.emulated import EmulatedCluster, enter_user_namespace
 from poseidon.cluster.link_meter import LinkRates
 from poseidon.cluster.spec import ClusterSpec, LinkChange, parse_links
@@ -38,10 +39,7 @@ def lab(
             help="A TOML file with hosts and links, or a preset, instead of --hosts, --procs-per-host and --link."
         ),
     ] = None,
-    at: Annotated[
-        list[str] | None,
-        typer.Option(help="Change a link meanwhile: 5s:host2=10Mbit/s, 9s:host2=cut, 12s:host2=restore. Repeatable."),
-    ] = None,
+    at: AtOption = None,
     check: Annotated[bool, typer.Option("--check", help="Measure every link first, in both directions.")] = False,
     grace: Annotated[
         str, typer.Option(help="After a failure, how long the other ranks may go on before they are ended.")

@@ -12,6 +12,7 @@ from rich.console import Console
 from poseidon import __version__
 from poseidon.auto import distribute
 from poseidon.cli.hosts import (
+    AtOption,
     ClusterOption,
     HostsOption,
     LinkOption,
@@ -25,6 +26,7 @@ from poseidon.cli.hosts import (
 )
 from poseidon.cli.progress import Progress, StepsFile, Tensorboard, Watchers
 from poseidon.cli.virtual import VirtualOption, as_virtual
+from poseidon.cluster.spec import LinkChange
 from poseidon.comm.group import Group
 from poseidon.planner.space import check_allowed
 from poseidon.report.record import predict
@@ -50,6 +52,7 @@ def train(
     procs_per_host: ProcsPerHostOption = 1,
     link: LinkOption = None,
     cluster: ClusterOption = None,
+    at: AtOption = None,
     plan: Annotated[str, typer.Option(help="auto, all_reduce, or a plan's file.")] = "auto",
     allow: Annotated[
         str, typer.Option(help="How far auto may bend the mathematics: exact, rounded, compressed or relaxed.")
@@ -81,7 +84,10 @@ def train(
     torchrun --nnodes 2 … -m poseidon train fashion-mnist
     """
     check_allowed(allow)
+    changes = [LinkChange.parse(text) for text in at or []]
     spec = read_hosts(hosts, procs_per_host, link, cluster)
+    if changes and spec is None:
+        raise typer.BadParameter("links that change need emulated hosts: add --hosts", param_hint="--at")
     if tensorboard and out is None:
         raise typer.BadParameter("events need a folder: add --out", param_hint="--tensorboard")
     launcher = spec is not None and not is_worker()
@@ -94,7 +100,7 @@ def train(
         assert spec is not None
         if out is not None:
             check_unused(out)
-        launch(spec)
+        launch(spec, changes)
         return
     schedule = Schedule(
         epochs=epochs or chosen.epochs,
@@ -112,6 +118,7 @@ def train(
         **schedule.model_dump(),
         "link": describe_links(spec),
     }
+    options["at"] = at
     options["link_bytes_per_s"] = None if spec is None else min(host.link.up for host in spec.hosts)
     with joined() as group:
         work(chosen, schedule, options, group, out=out, tensorboard=tensorboard, baseline=baseline)
