@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from poseidon.cluster.curve import Curve
 from poseidon.comm import AllReduce, SparseRows, SufficientFactor
 from poseidon.plan import Plan, uniform_plan
+from poseidon.planner.judge import priced
 from poseidon.planner.rules import choose_plan, paper_prefers_factors
-from poseidon.planner.search import priced, search_plan
+from poseidon.planner.search import search_plan
 from poseidon.profile.graph import GradientStructure
 from poseidon.simulator import simulate
 from support.models_as_data import dense, linear, model, rates

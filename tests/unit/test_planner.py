@@ -15,8 +15,9 @@ from poseidon.plan import Plan, uniform_plan
 from poseidon.planner.bound import lower_bound
 from poseidon.planner.explain import explain, layer_table, scaling_table, what_ifs
 from poseidon.planner.hosts import compare_hosts, recommend, recommendation
+from poseidon.planner.judge import Judge
 from poseidon.planner.memory import memory_of
-from poseidon.planner.search import Judge, every_plan, neighbours, search_plan
+from poseidon.planner.search import every_plan, neighbours, search_plan
 from poseidon.planner.space import label, make_space
 from poseidon.planner.what_if import bottleneck, faster_resources
 from poseidon.profile.graph import GradientStructure
