@@ -16,7 +16,8 @@ from poseidon.comm.group import Group
 from poseidon.profile.device import measure_compute
 from poseidon.units import KIB, MIB
 
-SIZES = (4 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
+SIZES = (4 * KIB, 256 * KIB, MIB, 8 * MIB, 32 * MIB)
+"""The larger ones are far apart, so that a busy processor does not bend the slope between two of them."""
 BATCH_SECONDS = 0.02
 MOST_SECONDS = 0.15
 """A larger transfer is left out: this one shows the link's own pace already."""
