@@ -130,8 +130,9 @@ def _profiles(model: str, batches: Sequence[int], console: Console) -> list[Mode
     """One for each batch, measured or read."""
     if Path(model).is_file() and Path(model).suffix in (".json", ".toml"):
         found = ModelProfile.load(model)
-        if not found.seconds:
-            raise ConfigError(f"cannot plan from {model}: its layers have no seconds; profile the model where it runs")
+        if not found.seconds or not found.batch_size:
+            missing = "its layers have no seconds" if found.batch_size else "it does not say for which batch it is"
+            raise ConfigError(f"cannot plan from {model}: {missing}; profile the model where it runs")
         return [found if size == found.batch_size else found.scaled_to_batch(size) for size in batches] or [found]
     task = load_task(model)
     profiles = []

@@ -9,7 +9,6 @@ from poseidon.plan import Plan
 from poseidon.planner.bound import curve_of
 from poseidon.planner.buckets import best_buckets
 from poseidon.planner.space import Space
-from poseidon.profile.graph import LayerSpec
 
 GAPS = ((0, 2), (1, 2), (0, 3))
 """Sets of layers that are deferred with gaps between them: the first one, and every so many after it."""
@@ -72,7 +71,7 @@ def _halve(space: Space, plan: Plan) -> Iterator[Plan]:
     yield space.with_choice(plan, buckets=tuple(halves))
     pairs: list[tuple[str, ...]] = []
     for index, bucket in enumerate(plan.buckets):
-        if index % 2 and _alike(pairs[-1] + bucket, plan):
+        if index % 2 and _alike(space, pairs[-1] + bucket, plan):
             pairs[-1] += bucket
         else:
             pairs.append(bucket)
@@ -88,7 +87,7 @@ def _toggle_cut(space: Space, name: str, plan: Plan) -> Iterator[Plan]:
     if bucket[-1] != name:
         place = bucket.index(name) + 1
         yield space.with_choice(plan, buckets=(*before, bucket[:place], bucket[place:], *after))
-    elif after and _alike(bucket + after[0], plan):
+    elif after and _alike(space, bucket + after[0], plan):
         yield space.with_choice(plan, buckets=(*before, bucket + after[0], *after[1:]))
 
 
@@ -123,13 +122,9 @@ def rebucketed(plan: Plan, space: Space) -> Iterator[Plan]:
         [ready[name] for name in names],
         [messages[name][0].num_bytes for name in names],
         lambda num_bytes: message_seconds(messages[names[0]], num_bytes, rates),
-        [(plan.schemes[name], _types(layers[name]), name in late) for name in names],
+        [(plan.schemes[name], space.dtypes[name], name in late) for name in names],
     )
     yield space.with_choice(plan, buckets=tuple(tuple(names[i] for i in group) for group in groups))
-
-
-def _types(layer: LayerSpec) -> tuple[str, ...]:
-    return tuple(sorted({tensor.dtype for tensor in layer.parameters}))
 
 
 def message_seconds(messages: Sequence[Message], num_bytes: float, rates: Rates) -> float:
@@ -191,5 +186,6 @@ def _few_deferrals(space: Space) -> list[tuple[str, ...]]:
     return list(dict.fromkeys([(), *parts, names])) if names else []
 
 
-def _alike(names: Sequence[str], plan: Plan) -> bool:
-    return len({(plan.schemes[name], name in plan.deferred) for name in names}) == 1
+def _alike(space: Space, names: Sequence[str], plan: Plan) -> bool:
+    """Whether layers may share a bucket."""
+    return len({(plan.schemes[name], space.dtypes[name], name in plan.deferred) for name in names}) == 1

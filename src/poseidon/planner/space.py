@@ -158,10 +158,17 @@ class Space:
                     buckets.append([name])
                 else:
                     buckets[-1].append(name)
-            if all(len({schemes[name] for name in bucket}) == 1 for bucket in buckets):
+            if all(len({(schemes[name], self.dtypes[name]) for name in bucket}) == 1 for bucket in buckets):
                 yield tuple(map(tuple, buckets))
 
     # Parts
+
+    @cached_property
+    def dtypes(self) -> dict[str, tuple[str, ...]]:
+        """By layer, those of its gradients: gradients of several do not share a bucket."""
+        return {
+            layer.name: tuple(sorted({tensor.dtype for tensor in layer.parameters})) for layer in self.profile.trainable
+        }
 
     def _chosen(self, plan: Plan) -> dict[str, Any]:
         return {name: getattr(plan, name) for name in PLAN_FIELDS}
