@@ -132,6 +132,30 @@ def test_the_search_among_many_is_as_good_as_trying_all_here():
     assert lower_bound(space) <= judge(every_plan(space, judge))
 
 
+def test_less_on_the_wire_is_no_reason_to_be_slower_than_plain():
+    # All is hidden, and to build the gradient from factors takes 0.1 ms more than to compute it.
+    profile = model([dense("conv", 400, forward=0.02, backward=0.04), FC])
+    group = rates(4, bandwidth=1e9, flops_per_s=2 * 4 * 32 * 1000 * 1000 / 0.0051)
+    factors = simulate(profile, uniform_plan(profile, 4, SufficientFactor()), group).step_seconds
+    plain = simulate(profile, uniform_plan(profile, 4), group).step_seconds
+    assert plain < factors < plain * 1.01
+    plan = search_plan(profile, group)
+    assert plan.predicted.step_seconds <= plain
+    assert plan.is_plain
+
+
+def test_the_bound_of_the_link_worked_by_hand():
+    hosts = [HostRates(name=f"h{i}", send_bandwidth=2e6, receive_bandwidth=4e6) for i in range(4)]
+    group = rates(4, bandwidth=1e6, hosts=hosts)
+    fixed = make_space(NET, group, overrides={"layers.fc.scheme": "sufficient_factor"})
+    factors = 3 * 32 * 2000 * 4  # from each rank, all of it over the link of its host
+    assert lower_bound(fixed) == pytest.approx((6_000_000 + factors) / 2e6)
+    shared = [HostRates(name=f"h{i}", num_ranks=2, send_bandwidth=4e6, receive_bandwidth=4e6) for i in range(2)]
+    fixed = make_space(NET, rates(4, bandwidth=1e6, hosts=shared), overrides={"layers.fc.scheme": "sufficient_factor"})
+    crossing = factors * 2 * 2 / 3  # two ranks a host send two thirds of it to the other host
+    assert lower_bound(fixed) == pytest.approx((6_000_000 + crossing) / 4e6)
+
+
 def test_a_hundred_layers_on_32_hosts_come_near_the_bound():
     layers = [linear(f"l{i}", 1024, 1024, rows=(256, 16, 1024, 32)[i % 4], seconds=1e-3) for i in range(100)]
     profile = model(layers, optimizer=0.1).model_copy(update={"optimizer": "SGD"})
@@ -231,6 +255,7 @@ def test_more_hosts_are_recommended_where_they_help_and_one_where_they_do_not():
     assert "their bottleneck: link" in recommendation(over_slow)
     assert recommend(over_fast).num_hosts == 4
     assert "4 hosts with 32 samples a rank are best" in recommendation(over_fast)
+    assert over_fast[-1].speed_up == pytest.approx(over_fast[-1].samples_per_s / over_fast[0].samples_per_s)
     assert over_fast[-1].efficiency == pytest.approx(over_fast[-1].speed_up / 4)
 
 
