@@ -60,7 +60,8 @@ class Step(Value):
     end: float
     """Seconds since the epoch."""
     scheme: str = "plan"
-    """`observation` while gradients are watched and cross as plain all-reduce, then `plan`."""
+    """`observation` while the first steps cross as plain all-reduce, `trial` and `trial_…` while two plans take turns,
+    `plan` once one is settled."""
     intervals: tuple[Interval, ...] = ()
 
     @property
