@@ -75,8 +75,7 @@ def test_every_rank_names_the_same_pair(breaks: bool, monkeypatch: pytest.Monkey
     store = dist.HashStore()
     outcome: dict[int, str] = {}
     threads = [
-        threading.Thread(target=check, args=(store, rank, "127.0.0.1", "abc"[rank], outcome))
-        for rank in range(3)
+        threading.Thread(target=check, args=(store, rank, "127.0.0.1", "abc"[rank], outcome)) for rank in range(3)
     ]
     for thread in threads:
         thread.start()
