@@ -56,7 +56,12 @@ TASKS = ("fc-heavy", "fashion-mnist", "resnet20", "gpt-mini", "recsys", "vgg19-2
 HOSTS = (2, 4)
 LINKS = ("100Mbit/s", "200Mbit/s", "1Gbit/s")
 ROUNDS = 2
-MOST_STEPS = 10
+MOST_STEPS = 12
+MOST_WARM_UP, WARM_UP_SECONDS = 10, 5.0
+"""Steps before those that count: new buffers meet their memory, and the factors' exchanges learn what to expect."""
+VIRTUAL_SECONDS = 0.2
+"""A virtual step is stretched to at least that, so that what all hosts' hooks and threads need of the few cores beside
+it stays small."""
 RESULT = "result: "
 
 
@@ -113,8 +118,25 @@ def profile_of(name: str, mode: str, folder: Path) -> Path:
         _run("profile", name, "--threads", "1", "-o", str(measured))
     if mode == "virtual":
         profile = ModelProfile.load(measured)
-        profile.model_copy(update={"device": None, "loader_seconds": 0.0, "optimizer_seconds": 0.0}).save(path)
+        _as_virtual(profile).save(path)
     return path
+
+
+def _as_virtual(profile: ModelProfile) -> ModelProfile:
+    """The same layers on a device of their own, with nothing but forward and backward."""
+    stretch = max(1.0, VIRTUAL_SECONDS / profile.seconds)
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "forward_seconds": layer.forward_seconds * stretch,
+                "backward_seconds": layer.backward_seconds * stretch,
+                "weight_gradient_seconds": layer.weight_gradient_seconds * stretch,
+            }
+        )
+        for layer in profile.layers
+    )
+    nothing = {"device": None, "loader_seconds": 0.0, "optimizer_seconds": 0.0}
+    return profile.model_copy(update={"layers": layers, **nothing})
 
 
 def _published_vgg19_22k() -> ModelProfile:
@@ -224,7 +246,7 @@ def work(path: Path) -> None:
 
 
 def _race(job: Job, group: Group) -> dict[str, list[float]]:
-    """Seconds of the steps that count, by plan, each on the rank on which it was longest."""
+    """Seconds of the steps that count, by plan, each the mean over ranks."""
     seconds: dict[str, list[float]] = {name: [] for name in job.plans}
     ours = Contender(job, group)
     theirs = None
@@ -241,7 +263,7 @@ def _race(job: Job, group: Group) -> dict[str, list[float]]:
             as_for = "all_reduce" if name == "ddp" else name
             taken = [contender.step() for _ in range(job.warm_up[as_for] + job.steps[as_for])]
             everyone = [json.loads(t) for t in group.all_gather_text(json.dumps(taken[job.warm_up[as_for] :]))]
-            seconds[name] += [max(step) for step in zip(*everyone, strict=True)]
+            seconds[name] += [statistics.fmean(step) for step in zip(*everyone, strict=True)]
     ours.leave()
     return seconds
 
@@ -290,7 +312,7 @@ def jobs_of(given: argparse.Namespace, hosts: int, link: str) -> tuple[list[Job]
             plan.save(plan_path)
             kept[plan_name] = str(plan_path)
             steps[plan_name] = int(min(MOST_STEPS, max(1, given.budget / ROUNDS / predicted)))
-            warm_up[plan_name] = 1 if predicted > 4 else 2
+            warm_up[plan_name] = int(min(MOST_WARM_UP, max(1, WARM_UP_SECONDS / predicted)))
             predictions[name, mode, plan_name] = (predicted, plan.summary())
         if "all_reduce" not in kept and mode == "real":
             continue

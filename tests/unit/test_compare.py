@@ -59,13 +59,13 @@ def test_exposed_seconds_are_the_median_over_all_steps() -> None:
     assert describe(DDP, 1).exposed_seconds is None
 
 
-def test_a_step_takes_as_long_as_on_its_slowest_rank_and_hosts_share_bytes() -> None:
+def test_a_step_takes_the_mean_over_ranks_and_hosts_share_bytes() -> None:
     ranks = [
         RankTurn(step_seconds=(1, 5), bytes_sent=10, wire_bytes=90, exposed_seconds=(0, 2)),
         RankTurn(step_seconds=(3, 4), bytes_sent=20, wire_bytes=None, exposed_seconds=(1, 4)),
     ]
     combined = combine_ranks(ranks, num_hosts=1)
-    assert combined.step_seconds == [3, 5]
+    assert combined.step_seconds == [2, 4.5]
     assert combined.bytes_sent_per_host == 30
     assert combined.wire_bytes_per_host == 90
     assert combined.exposed_seconds == [0.5, 3]

@@ -70,9 +70,17 @@ def test_factors_spare_the_local_gradient_and_pay_for_the_rebuild():
 
 
 def test_the_server_sends_again_after_the_update():
+    """Half of the optimizer's work, because a rank owns half of the parameters."""
     profile = model([dense("a", 100 * MB, backward=1)], optimizer=0.5)
     simulation = simulate(profile, uniform_plan(profile, 2, ShardedServer()), rates(2))
-    assert simulation.step_seconds == pytest.approx(1 + 0.5 + 0.5 + 0.5)
+    assert simulation.step_seconds == pytest.approx(1 + 0.5 + 0.25 + 0.5)
+
+
+def test_a_server_takes_its_layers_in_one_after_the_other():
+    """Ten pushes pay ten latencies in turn; the parameters then travel together."""
+    profile = model([dense(f"l{i}", 1000) for i in range(10)])
+    simulation = simulate(profile, uniform_plan(profile, 2, ShardedServer()), rates(2, latency=0.1))
+    assert simulation.step_seconds == pytest.approx(10 * 0.1 + 0.1, rel=1e-2)
 
 
 def test_a_deferred_transfer_ends_in_the_next_forward():

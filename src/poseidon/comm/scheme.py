@@ -34,6 +34,10 @@ class Message(Value):
     """Which of the measured curves it follows: over all ranks, among the ranks of a host, or from host to host."""
     num_bytes: float
     """Payload that one rank sends; in `outer`, that all ranks of one host together send across its link."""
+    in_turn: bool = False
+    """Whether it is taken in only when what was issued before has been: by the thread that waits for transfers."""
+    work_seconds: float = 0.0
+    """What that thread computes while taking it in."""
 
 
 class Cost(Value):
@@ -49,11 +53,14 @@ class Cost(Value):
     """Of the training thread, before the last message can leave: copies into buffers."""
     finish_seconds: float = 0.0
     """Of the training thread, once all messages have come: rebuilds."""
+    update_share: float = 1.0
+    """Of the layer's update, what one rank computes."""
 
     @property
     def compute_seconds(self) -> float:
         """Seconds of a rank's computing that depend on the scheme."""
-        return self.backward_seconds + self.prepare_seconds + self.finish_seconds
+        taking_in = sum(message.work_seconds for message in self.messages)
+        return self.backward_seconds + self.prepare_seconds + taking_in + self.finish_seconds
 
     @property
     def seconds(self) -> float:

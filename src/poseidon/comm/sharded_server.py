@@ -79,19 +79,23 @@ class ShardedServer(CommScheme):
         return 2 * layer.num_bytes * (world_size - 1) // world_size
 
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
-        """Half of the bytes when the gradient is ready, half when the optimizer has run; the copies between.
+        """Half of the bytes when the gradient is ready, half when the optimizer has run on a stretch; copies between.
 
-        The whole gradient is laid out once; of the own stretch each rank's part is read and added.
+        The whole gradient is laid out once. Of the own stretch each rank's part is added as it comes, layer by layer.
         """
-        half = layer.num_bytes * (rates.world_size - 1) / rates.world_size
-        messages = tuple(Message(when=when, pattern="exchange", num_bytes=half) for when in ("backward", "update"))
+        world_size = rates.world_size
+        half = layer.num_bytes * (world_size - 1) / world_size
+        adding = COPY_TRAFFIC * layer.num_bytes / rates.memory_bandwidth if world_size > 1 else 0.0
+        push = Message(when="backward", pattern="exchange", num_bytes=half, in_turn=True, work_seconds=adding)
+        gather = Message(when="update", pattern="exchange", num_bytes=half)
         curve = rates.exchange[rates.connections]
         return Cost(
-            messages=messages,
-            wire_seconds=2 * (half / curve.bandwidth + curve.latency) if rates.world_size > 1 else 0.0,
+            messages=(push, gather),
+            wire_seconds=2 * (half / curve.bandwidth + curve.latency) if world_size > 1 else 0.0,
             backward_seconds=local_gradient_seconds(layer, rates),
             prepare_seconds=COPY_TRAFFIC * layer.num_bytes / rates.memory_bandwidth,
-            finish_seconds=COPY_TRAFFIC * layer.num_bytes / rates.world_size / rates.memory_bandwidth,
+            finish_seconds=COPY_TRAFFIC * layer.num_bytes / world_size / rates.memory_bandwidth,
+            update_share=1.0 / world_size,
         )
 
     def check(self, layers: Sequence[BoundLayer], group: Group) -> None:

@@ -48,7 +48,7 @@ class Turn:
     """What one contender did before the next one's turn, over all ranks."""
 
     step_seconds: Sequence[float]
-    """Of each step that counts, on the rank on which it was longest."""
+    """Of each step that counts, the mean over ranks."""
     bytes_sent_per_host: float | None
     """Payload per step, mean over hosts; None where nobody counted it."""
     wire_bytes_per_host: float | None
@@ -120,7 +120,7 @@ def combine_ranks(ranks: Sequence[RankTurn], num_hosts: int) -> Turn:
     wire = [one.wire_bytes for one in ranks if one.wire_bytes is not None]
     exposed = [one.exposed_seconds for one in ranks if one.exposed_seconds is not None]
     return Turn(
-        step_seconds=[max(seconds) for seconds in zip(*(one.step_seconds for one in ranks), strict=True)],
+        step_seconds=[statistics.fmean(seconds) for seconds in zip(*(one.step_seconds for one in ranks), strict=True)],
         bytes_sent_per_host=sum(sent) / num_hosts if sent else None,
         wire_bytes_per_host=sum(wire) / num_hosts if wire else None,
         exposed_seconds=[statistics.fmean(seconds) for seconds in zip(*exposed, strict=True)] if exposed else None,

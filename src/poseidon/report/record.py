@@ -125,7 +125,7 @@ class RunRecord:
 
     def typical_index(self) -> int | None:
         """The step whose time on its slowest rank is the median; None where there is no step."""
-        indices = sorted(self.common_indices, key=lambda i: max(step.seconds for step in self.steps_at(i)))
+        indices = sorted(self.common_indices, key=lambda i: sum(step.seconds for step in self.steps_at(i)))
         return indices[(len(indices) - 1) // 2] if indices else None
 
     def predicted_of(self, rank: int) -> Step | None:

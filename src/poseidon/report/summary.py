@@ -17,7 +17,8 @@ class Summary(Value):
     num_steps: int
     num_ranks: int
     median_step_seconds: float
-    """Of the steps' wall times, each on the rank on which it was longest."""
+    """Of the steps' wall times, each the mean over ranks: these end a step at slightly different moments, and the
+    longest of every step would count that again and again."""
     parts: StepParts
     """Mean over steps and ranks."""
     bytes_sent_per_rank: float
@@ -50,7 +51,7 @@ def summarize(timelines: Sequence[Timeline]) -> Summary:
     return Summary(
         num_steps=len(common),
         num_ranks=len(by_rank),
-        median_step_seconds=statistics.median(max(steps[i].seconds for steps in by_rank) for i in common),
+        median_step_seconds=statistics.median(statistics.fmean(steps[i].seconds for steps in by_rank) for i in common),
         parts=StepParts.model_validate({name: value / count for name, value in total}),
         bytes_sent_per_rank=sum(steps[i].bytes_sent for steps in by_rank for i in common) / count,
     )

@@ -143,7 +143,12 @@ def _groups(
 def _planned(scheme: CommScheme, layers: list[LayerSpec], rates: Rates, *, deferred: bool) -> Planned:
     costs = [scheme.cost(layer, rates) for layer in layers]
     merged = [
-        first.model_copy(update={"num_bytes": sum(message.num_bytes for message in same)})
+        first.model_copy(
+            update={
+                "num_bytes": sum(message.num_bytes for message in same),
+                "work_seconds": sum(message.work_seconds for message in same),
+            }
+        )
         for first, *rest in zip(*(cost.messages for cost in costs), strict=True)
         for same in [(first, *rest)]
     ]
@@ -262,19 +267,20 @@ class _Builder:
         return done
 
     def _optimizer(self) -> None:
-        share = self._deferred_share()
-        self._train(Activity.OPTIMIZER, "", self._profile.optimizer_seconds * (1.0 - share))
-        for exchange in self._exchanges:
-            for message in exchange.messages:
-                if message.when == "update":
-                    for k in range(len(self._kinds)):
-                        for layer in exchange.layers:
-                            self._ready[k, layer.name, "update"] = self._end_of(k)
-                    self._wait(exchange.name, self._transfer(exchange, message, None, label="gather"))
-
-    def _deferred_share(self) -> float:
-        """Of the optimizer's work, by the size of the parameters."""
-        return self._share([layer for e in self._exchanges if e.deferred for layer in e.layers])
+        now = [e for e in self._exchanges if not e.deferred]
+        if self._exchanges:
+            share = sum(
+                self._share([layer]) * c.update_share for e in now for layer, c in zip(e.layers, e.costs, strict=True)
+            )
+        else:
+            share = 1.0
+        self._train(Activity.OPTIMIZER, "", self._profile.optimizer_seconds * share)
+        updates = [(e, message) for e in self._exchanges for message in e.messages if message.when == "update"]
+        for exchange, _ in updates:
+            for layer in exchange.layers:
+                self._note_ready(layer.name, "update")
+        for exchange, done in [(e, self._transfer(e, message, None, label="gather")) for e, message in updates]:
+            self._wait(exchange.name, done)
 
     def _share(self, layers: Sequence[LayerSpec]) -> float:
         return sum(layer.num_bytes for layer in layers) / self._num_bytes if self._num_bytes else 0.0
@@ -344,11 +350,12 @@ class _Builder:
             self._last_issue[k] = issue
             issues.append(issue)
         seconds = self._seconds(message)
+        before = (*issues, self._last_done) if message.in_turn and self._last_done is not None else issues
         transfer = TransferOp(
             name,
-            seconds,
-            issues,
-            shares=self._shares(message, seconds),
+            seconds + message.work_seconds,
+            before,
+            shares=self._shares(message, seconds + message.work_seconds),
             processors=tuple(kind.processor for kind in self._kinds),
             channel=NOWHERE if message.pattern == "exchange" else 0,
             num_bytes=message.num_bytes,
