@@ -76,13 +76,6 @@ def test_the_server_sends_again_after_the_update():
     assert simulation.step_seconds == pytest.approx(1 + 0.5 + 0.25 + 0.5)
 
 
-def test_a_server_takes_its_layers_in_one_after_the_other():
-    """Ten pushes pay ten latencies in turn; the parameters then travel together."""
-    profile = model([dense(f"l{i}", 1000) for i in range(10)])
-    simulation = simulate(profile, uniform_plan(profile, 2, ShardedServer()), rates(2, latency=0.1))
-    assert simulation.step_seconds == pytest.approx(10 * 0.1 + 0.1, rel=1e-2)
-
-
 def test_a_deferred_transfer_ends_in_the_next_forward():
     """The top layer's transfer of a second hides behind the next forward of the layer below it."""
     profile = model([dense("low", 4, forward=1.5, backward=0), dense("high", 50 * MB, forward=0.5, backward=0.5)])

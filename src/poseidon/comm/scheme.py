@@ -34,10 +34,8 @@ class Message(Value):
     """Which of the measured curves it follows: over all ranks, among the ranks of a host, or from host to host."""
     num_bytes: float
     """Payload that one rank sends; in `outer`, that all ranks of one host together send across its link."""
-    in_turn: bool = False
-    """Whether it is taken in only when what was issued before has been: by the thread that waits for transfers."""
     work_seconds: float = 0.0
-    """What that thread computes while taking it in."""
+    """What the thread that waits for transfers computes while taking it in."""
 
 
 class Cost(Value):

@@ -41,7 +41,7 @@ from poseidon.units import MIB, Bytes
 _T = TypeVar("_T", bound=torch.Tensor)
 
 PIECE_BYTES = 2 * MIB
-WINDOW = 4
+WINDOW = 8
 """Pieces from each peer that are on their way at a time."""
 
 ELEMENTWISE = (
@@ -81,12 +81,12 @@ class ShardedServer(CommScheme):
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
         """Half of the bytes when the gradient is ready, half when the optimizer has run on a stretch; copies between.
 
-        The whole gradient is laid out once. Of the own stretch each rank's part is added as it comes, layer by layer.
+        The whole gradient is laid out once. Of the own stretch each rank's part is added as it comes.
         """
         world_size = rates.world_size
         half = layer.num_bytes * (world_size - 1) / world_size
         adding = COPY_TRAFFIC * layer.num_bytes / rates.memory_bandwidth if world_size > 1 else 0.0
-        push = Message(when="backward", pattern="exchange", num_bytes=half, in_turn=True, work_seconds=adding)
+        push = Message(when="backward", pattern="exchange", num_bytes=half, work_seconds=adding)
         gather = Message(when="update", pattern="exchange", num_bytes=half)
         curve = rates.exchange[rates.connections]
         return Cost(
@@ -233,6 +233,10 @@ class Shard:
         self._piece = max(1, piece_bytes // first.element_size())
         self._made = torch.zeros(len(self._parameters), device=first.device)
         """One number per parameter: on how many ranks its gradient was made."""
+        self._arriving: list[tuple[torch.Tensor, tuple[Pending, dict[int, torch.Tensor]]]] = []
+        """Of the push under way: places in this rank's numbers, and what is being received to be added there."""
+        self._to_come: list[torch.Tensor] = []
+        """Pieces of the own stretch that are not being received yet."""
         start, end = self._stretches[group.rank]
         self._own = [nn.Parameter(p.detach().view(-1)[a:b]) for p, a, b in _intersections(parameters, start, end)]
         """Of each parameter the part inside the own stretch, perhaps empty; it shares the parameter's memory."""
@@ -274,7 +278,14 @@ class Shard:
             parameter.grad = None
 
     def push(self, tag: int, what: str) -> Pending:
-        """Starts to send each owner its pieces of this rank's gradient."""
+        """Starts to send each owner its pieces of this rank's gradient, and to receive the first of the own stretch.
+
+        Receives come first: gloo tells a sender that its receiver is ready over the same connection on which the own
+        pieces leave. Behind these, the word would wait, and the two directions would take turns.
+        """
+        own = [self._flat[a:b] for a, b in pieces(*self._stretches[self._group.rank], self._piece)]
+        self._arriving = [(place, self._receive(place, tag, what)) for place in (self._made, *own[:WINDOW])]
+        self._to_come = own[WINDOW:]
         sends = []
         made = self._made.clone()  # the sum over the ranks is formed in place while this is on its way
         for peer in self._group.peers:
@@ -283,15 +294,13 @@ class Shard:
         return self._group.exchange(sends, [], tag=tag, what=what)
 
     def add_up(self, tag: int, what: str) -> None:
-        """Receives the other ranks' pieces of the own stretch, a few at a time, and adds them in the order of ranks."""
-        self._add_in_order(self._made, self._receive(self._made, tag, what))
-        todo = [self._flat[a:b] for a, b in pieces(*self._stretches[self._group.rank], self._piece)]
-        arriving: list[tuple[torch.Tensor, tuple[Pending, dict[int, torch.Tensor]]]] = []
-        while todo or arriving:
-            while todo and len(arriving) < WINDOW:
-                piece = todo.pop(0)
-                arriving.append((piece, self._receive(piece, tag, what)))
-            self._add_in_order(*arriving.pop(0))
+        """Adds the other ranks' pieces of the own stretch as they come, in the order of ranks; asks for further ones."""
+        while self._arriving:
+            place, received = self._arriving.pop(0)
+            self._add_in_order(place, received)
+            if self._to_come:
+                piece = self._to_come.pop(0)
+                self._arriving.append((piece, self._receive(piece, tag, what)))
 
     def _receive(self, like: torch.Tensor, tag: int, what: str) -> tuple[Pending, dict[int, torch.Tensor]]:
         parts = {peer: torch.empty_like(like) for peer in self._group.peers}

@@ -350,11 +350,10 @@ class _Builder:
             self._last_issue[k] = issue
             issues.append(issue)
         seconds = self._seconds(message)
-        before = (*issues, self._last_done) if message.in_turn and self._last_done is not None else issues
         transfer = TransferOp(
             name,
             seconds + message.work_seconds,
-            before,
+            issues,
             shares=self._shares(message, seconds + message.work_seconds),
             processors=tuple(kind.processor for kind in self._kinds),
             channel=NOWHERE if message.pattern == "exchange" else 0,
