@@ -294,7 +294,7 @@ class Shard:
         return self._group.exchange(sends, [], tag=tag, what=what)
 
     def add_up(self, tag: int, what: str) -> None:
-        """Adds the other ranks' pieces of the own stretch as they come, in the order of ranks; asks for further ones."""
+        """Adds the other ranks' pieces of the own stretch as they come, in the order of ranks; asks for more."""
         while self._arriving:
             place, received = self._arriving.pop(0)
             self._add_in_order(place, received)

@@ -10,6 +10,7 @@ simulated once.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from poseidon.cluster.curve import Curve
 from poseidon.cluster.rates import UNLIMITED, HostRates, Rates
 from poseidon.comm import AllReduce, CommScheme, Cost, Message
 from poseidon.comm.bucket import split_into_buckets
@@ -19,6 +20,9 @@ from poseidon.plan import Plan
 from poseidon.profile.graph import LayerSpec, ModelProfile
 from poseidon.simulator.ops import NOWHERE, Machine, Op, TransferOp
 from poseidon.timeline import Activity
+
+MOST_PIECES = 6
+"""Rounds of a collective that are simulated one by one; those of larger groups are put together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,12 +353,16 @@ class _Builder:
             self._program.ops.append(issue)
             self._last_issue[k] = issue
             issues.append(issue)
-        seconds = self._seconds(message)
+        curve = self._curve(message)
+        seconds = curve.at(message.num_bytes)
+        latency = min(curve.latency, seconds)
         transfer = TransferOp(
             name,
-            seconds + message.work_seconds,
+            seconds - latency,
             issues,
-            shares=self._shares(message, seconds + message.work_seconds),
+            latency_seconds=latency + message.work_seconds,
+            pieces=1 if message.pattern == "exchange" else min(MOST_PIECES, 2 * (self._rates.world_size - 1)),
+            shares=self._shares(message, seconds - latency),
             processors=tuple(kind.processor for kind in self._kinds),
             channel=NOWHERE if message.pattern == "exchange" else 0,
             num_bytes=message.num_bytes,
@@ -368,7 +376,7 @@ class _Builder:
         self._last_done = done
         return done
 
-    def _seconds(self, message: Message) -> float:
+    def _curve(self, message: Message) -> Curve:
         rates = self._rates
         curves = {
             "all_reduce": rates.all_reduce[rates.connections],
@@ -379,10 +387,10 @@ class _Builder:
         curve = curves[message.pattern]
         if curve is None:
             raise InfeasibleError(f"cannot simulate two levels: no rates are known for the {message.pattern} one")
-        return curve.at(message.num_bytes)
+        return curve
 
     def _shares(self, message: Message, seconds: float) -> tuple[tuple[int, float], ...]:
-        """How much of each link side the message takes while it goes at full speed."""
+        """How much of each link side the message takes while it is on the wire."""
         if seconds <= 0.0 or message.pattern == "inner":
             return ()
         shares = []

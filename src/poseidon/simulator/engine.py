@@ -1,12 +1,11 @@
 """Runs operations against the clock: event driven, deterministic, pure.
 
-A processor does one operation at a time. The transfers that use a link at a time share it in proportion to what each
-would take alone. When what is under way changes, the rates of what it disturbs change, and with them the times at which
-they will end. The same operations in the same order give the same times, whatever else; nothing here is random, and
-nothing depends on the order of a set.
-
-Transfers over the same links between the same ranks always go at the same rate, so they are kept together, against a
-clock of their own that runs at that rate: hundreds at a time cost no more than one.
+A processor does one operation at a time. Transfers over the same links between the same ranks go over the same
+connections, where bytes keep their order: one after the other, each round of a collective behind what was sent since
+the round before. Those over different connections share a link in proportion to what each would take alone. When what
+is under way changes, the rates of what it disturbs change, and with them the times at which they will end. The same
+operations in the same order give the same times, whatever else; nothing here is random, and nothing depends on the
+order of a set.
 """
 
 from collections import deque
@@ -43,22 +42,20 @@ def run(ops: Sequence[Op], machine: Machine) -> float:
 
 
 class _Route:
-    """The transfers over the same links between the same ranks, against their own clock."""
+    """The connections over the same links between the same ranks."""
 
     def __init__(self, links: tuple[int, ...], processors: tuple[int, ...]) -> None:
         self.links = links
         self.processors = processors
-        self.active: list[tuple[float, int, TransferOp]] = []
-        """A heap: what the route's clock shows at the end, serial number, transfer."""
-        self.clock = 0.0
-        """Seconds of transfer, as an idle network would have them, that each active one has had."""
+        self.queue: deque[TransferOp] = deque()
+        """Pieces of transfers in the order in which they were sent; the first is on the wire."""
+        self.num_under_way = 0
+        """Transfers that have started and not ended, those in their latency among them."""
+        self.left = 0.0
+        """Seconds that the piece on the wire still needs on an idle link."""
         self.rate = 1.0
         self.since = 0.0
         self.version = 0
-
-    def advance(self, now: float) -> None:
-        self.clock += (now - self.since) * self.rate
-        self.since = now
 
 
 class _Engine:
@@ -100,6 +97,8 @@ class _Engine:
                 if version != what.version:
                     continue
                 if isinstance(what, _Route):
+                    self._cross(what)
+                elif isinstance(what, TransferOp):
                     self._arrive(what)
                 else:
                     self._end(what)
@@ -121,7 +120,7 @@ class _Engine:
         if self._network_changed:
             self._network_changed = False
             for route in self._routes.values():
-                if route.active:
+                if route.queue:
                     self._set_route_rate(route)
         if self._disturbed:
             for processor in self._disturbed:
@@ -194,44 +193,71 @@ class _Engine:
     def _take_channel(self, transfer: TransferOp) -> None:
         channel = transfer.channel
         if channel == NOWHERE:
-            self._send(transfer)
+            self._begin(transfer)
         elif self._in_channel[channel] < self._machine.slots:
             self._in_channel[channel] += 1
-            self._send(transfer)
+            self._begin(transfer)
         else:
             self._channels[channel].append(transfer)
 
-    def _send(self, transfer: TransferOp) -> None:
+    def _begin(self, transfer: TransferOp) -> None:
         transfer.start = self.now
         if transfer.seconds <= 0.0:
             self._leave_channel(transfer)
             self._end(transfer)
             return
-        key = (tuple(link for link, _ in transfer.shares), transfer.processors)
-        route = self._routes.get(key) or self._routes.setdefault(key, _Route(*key))
-        if not route.active:
-            route.since = self.now
+        route = self._route(transfer)
+        route.num_under_way += 1
+        if route.num_under_way == 1:
             self._note_route(route, 1)
-        else:
-            route.advance(self.now)
-        heappush(route.active, (route.clock + transfer.seconds, next(self._serial), transfer))
+        self._send(route, transfer)
+
+    def _route(self, transfer: TransferOp) -> _Route:
+        key = (tuple(link for link, _ in transfer.shares), transfer.processors)
+        return self._routes.get(key) or self._routes.setdefault(key, _Route(*key))
+
+    def _send(self, route: _Route, transfer: TransferOp) -> None:
+        """The next piece goes to the end of the queue."""
+        route.queue.append(transfer)
+        if len(route.queue) == 1:
+            self._put_on_wire(route)
+
+    def _put_on_wire(self, route: _Route) -> None:
+        transfer = route.queue[0]
+        route.left = (transfer.seconds - transfer.latency_seconds) / transfer.pieces
+        route.since = self.now
         for link, share in transfer.shares:
             self._usage[link] += share
-        self._network_changed = True  # which sets the route's rate and when its next transfer arrives
+        self._network_changed = True  # which sets the route's rate and when the piece has crossed
 
-    def _arrive(self, route: _Route) -> None:
-        """The route's next transfer has ended."""
-        route.advance(self.now)
-        due, _, transfer = heappop(route.active)
-        route.clock = max(route.clock, due)
+    def _cross(self, route: _Route) -> None:
+        """The piece on the wire has crossed; after its latency the transfer goes on, or ends."""
+        transfer = route.queue.popleft()
+        route.version += 1
         for link, share in transfer.shares:
             self._usage[link] -= share
-        route.version += 1
-        if not route.active:
-            self._note_route(route, -1)
-        if not any(one.active for one in self._routes.values()):
-            self._usage = [0.0] * len(self._usage)  # no rounding error outlives a quiet moment
         self._network_changed = True
+        transfer.pieces_left -= 1
+        if route.queue:
+            self._put_on_wire(route)
+        elif not any(one.queue for one in self._routes.values()):
+            self._usage = [0.0] * len(self._usage)  # no rounding error outlives a quiet moment
+        latency = transfer.latency_seconds / transfer.pieces
+        if latency:
+            latency *= self._slowdown_of(route)
+            heappush(self._events, (self.now + latency, next(self._serial), transfer.version, transfer))
+        else:
+            self._arrive(transfer)
+
+    def _arrive(self, transfer: TransferOp) -> None:
+        """A piece is there."""
+        route = self._route(transfer)
+        if transfer.pieces_left:
+            self._send(route, transfer)
+            return
+        route.num_under_way -= 1
+        if not route.num_under_way:
+            self._note_route(route, -1)
         self._leave_channel(transfer)
         self._end(transfer)
 
@@ -245,18 +271,18 @@ class _Engine:
         if transfer.channel != NOWHERE:
             waiting = self._channels[transfer.channel]
             if waiting:
-                self._send(waiting.popleft())
+                self._begin(waiting.popleft())
             else:
                 self._in_channel[transfer.channel] -= 1
 
-    def _set_route_rate(self, route: _Route) -> None:
-        route.advance(self.now)
-        usage = max((self._usage[link] for link in route.links), default=0.0)
-        rate = 1.0 / usage if usage > 1.0 else 1.0
+    def _slowdown_of(self, route: _Route) -> float:
         slowdown = self._machine.transfer_slowdown
-        if slowdown != 1.0 and any(self._current[p] is not None for p in route.processors):
-            rate /= slowdown
-        route.rate = rate
+        return slowdown if slowdown != 1.0 and any(self._current[p] is not None for p in route.processors) else 1.0
+
+    def _set_route_rate(self, route: _Route) -> None:
+        usage = max((self._usage[link] for link in route.links), default=0.0)
+        route.left = max(0.0, route.left - (self.now - route.since) * route.rate)
+        route.since = self.now
+        route.rate = (1.0 / usage if usage > 1.0 else 1.0) / self._slowdown_of(route)
         route.version += 1
-        ends = self.now + max(0.0, route.active[0][0] - route.clock) / rate
-        heappush(self._events, (ends, next(self._serial), route.version, route))
+        heappush(self._events, (self.now + route.left / route.rate, next(self._serial), route.version, route))

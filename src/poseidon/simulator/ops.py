@@ -70,29 +70,36 @@ class TransferOp(Op):
 
     Args:
         name: What the timeline calls it.
-        seconds: On an idle network.
+        wire_seconds: On a link that is idle.
+        latency_seconds: In which it is under way without using the link.
         after: What must have ended before.
-        shares: Of each link side, by its number, the share of its rate that the transfer takes at full speed.
+        pieces: In how many rounds it goes: each waits at the link behind what was sent meanwhile.
+        shares: Of each link side, by its number, the share of its rate that it takes while it is on the wire.
         processors: Those of the ranks that take part: a transfer slows their computing, and the other way round.
         channel: Transfers of one channel start in the order of becoming ready, at most `Machine.slots` at a time;
             `NOWHERE` for those that start at once.
         num_bytes: Payload that one rank sends.
     """
 
-    __slots__ = ("channel", "num_bytes", "processors", "shares")
+    __slots__ = ("channel", "latency_seconds", "num_bytes", "pieces", "pieces_left", "processors", "shares")
 
     def __init__(
         self,
         name: str,
-        seconds: float,
+        wire_seconds: float,
         after: Iterable[Op] = (),
         *,
+        latency_seconds: float = 0.0,
+        pieces: int = 1,
         shares: tuple[tuple[int, float], ...] = (),
         processors: tuple[int, ...] = (),
         channel: int = NOWHERE,
         num_bytes: float = 0.0,
     ) -> None:
-        super().__init__(name, Activity.TRANSFER, seconds, after)
+        super().__init__(name, Activity.TRANSFER, wire_seconds + latency_seconds, after)
+        self.latency_seconds = latency_seconds
+        self.pieces = pieces
+        self.pieces_left = pieces
         self.shares = shares
         self.processors = processors
         self.channel = channel
