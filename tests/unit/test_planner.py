@@ -72,11 +72,11 @@ def test_connections_are_part_of_the_choice():
 
 def test_transfers_are_deferred_only_where_it_pays():
     quick = on(rates(4, bandwidth=1e11))
-    slow = on(rates(4, bandwidth=5e7, flops_per_s=1e11))
+    slow = on(rates(4, bandwidth=1e8, flops_per_s=1e11))
     assert quick.deferred == ()
     assert slow.deferred
-    never = on(rates(4, bandwidth=5e7, flops_per_s=1e11), overrides={"deferred": ()})
-    assert slow.predicted.step_seconds < never.predicted.step_seconds * 0.99
+    never = on(rates(4, bandwidth=1e8, flops_per_s=1e11), overrides={"deferred": ()})
+    assert slow.predicted.step_seconds < never.predicted.step_seconds * 0.97
 
 
 @pytest.mark.parametrize("change", [{"optimizer": "LBFGS"}, {"optimizer": ""}, {"is_compiled": True}])

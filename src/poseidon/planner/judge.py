@@ -17,8 +17,9 @@ FEWEST_STEPS = 60
 """As few, however large."""
 STEPS_OF_A_PLAN = 5
 """As many are simulated at most to judge one plan."""
-PRICE_OF_DEFERRAL = 0.01
-"""Share of a step that deferred transfers have to gain: while they are under way a gradient is not final yet."""
+PRICE_OF_DEFERRAL = 0.03
+"""Share of a step that deferred transfers have to gain: while they are under way a gradient is not final yet, every
+torch call of the training thread is looked at, and a prediction is not better than that."""
 PRICE_OF_WIRE = 0.03
 """Seconds that a second on the wire counts even where it is hidden: what is hidden by a hair is in the way tomorrow."""
 LEAST_GAIN = 1e-6
