@@ -55,9 +55,10 @@ VIRTUAL_ONLY = ("vgg19-22k",)
 TASKS = ("fc-heavy", "fashion-mnist", "resnet20", "gpt-mini", "recsys", "vgg19-22k")
 HOSTS = (2, 4)
 LINKS = ("100Mbit/s", "200Mbit/s", "1Gbit/s")
-ROUNDS = 2
+ROUNDS = {"virtual": 1, "real": 2}
+"""Turns of each plan, by mode: what computes on shared cores is not the same from minute to minute."""
 MOST_STEPS = 12
-MOST_WARM_UP, WARM_UP_SECONDS = 10, 5.0
+MOST_WARM_UP, WARM_UP_SECONDS = 10, 1.5
 """Steps before those that count: new buffers meet their memory, and the factors' exchanges learn what to expect."""
 VIRTUAL_SECONDS = 0.2
 """A virtual step is stretched to at least that, so that what all hosts' hooks and threads need of the few cores beside
@@ -254,7 +255,7 @@ def _race(job: Job, group: Group) -> dict[str, list[float]]:
         seconds["ddp"] = []
         theirs = Contender(job, group)
         theirs.wrapped = DistributedDataParallel(theirs.model, init_sync=False)
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS[job.mode]):
         for name in seconds:
             contender = theirs if name == "ddp" and theirs is not None else ours
             if contender is ours:
@@ -311,7 +312,7 @@ def jobs_of(given: argparse.Namespace, hosts: int, link: str) -> tuple[list[Job]
             plan_path = folder / f"plan-{name}-{mode}-{hosts}x{link.replace('/', 'p')}-{plan_name}.json"
             plan.save(plan_path)
             kept[plan_name] = str(plan_path)
-            steps[plan_name] = int(min(MOST_STEPS, max(1, given.budget / ROUNDS / predicted)))
+            steps[plan_name] = int(min(MOST_STEPS, max(1, given.budget / ROUNDS[mode] / predicted)))
             warm_up[plan_name] = int(min(MOST_WARM_UP, max(1, WARM_UP_SECONDS / predicted)))
             predictions[name, mode, plan_name] = (predicted, plan.summary())
         if "all_reduce" not in kept and mode == "real":
@@ -431,8 +432,8 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", default=["virtual", "real"], choices=["virtual", "real"])
     parser.add_argument("--hosts", nargs="*", type=int, default=list(HOSTS))
     parser.add_argument("--links", nargs="*", default=list(LINKS))
-    parser.add_argument("--budget", type=float, default=8.0, help="seconds of counted steps for each plan")
-    parser.add_argument("--longest", type=float, default=30.0, help="seconds of a step from which it is left out")
+    parser.add_argument("--budget", type=float, default=4.0, help="seconds of counted steps for each plan")
+    parser.add_argument("--longest", type=float, default=8.0, help="seconds of a step from which it is left out")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
