@@ -104,6 +104,11 @@ def test_links_change_while_the_command_runs() -> None:
     assert said == ["host1: 10Mbit/s", "host1: cut", "host1: restore"]
 
 
+def heed_interrupts() -> None:
+    """A shell that starts the tests in the background has them ignore SIGINT, and what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGSEGV, -signal.SIGSEGV)],
@@ -112,7 +117,8 @@ def test_however_it_ends_nothing_is_left(number: signal.Signals, code: int) -> N
     seconds = f"{86410 + number}.{os.getpid()}"
     script = f"setsid sleep {seconds} & (sleep {seconds} &); exec sleep {seconds}"
     interfaces = os.listdir("/sys/class/net")
-    with subprocess.Popen([*POSEIDON, "lab", "--hosts", "2", "--", "sh", "-c", script]) as process:
+    command = [*POSEIDON, "lab", "--hosts", "2", "--", "sh", "-c", script]
+    with subprocess.Popen(command, preexec_fn=heed_interrupts) as process:
         assert eventually(lambda: sleeping(seconds) == 6)
         made = network_namespaces(process.pid) - network_namespaces(os.getpid())
         assert len(made) == 3
