@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from poseidon.artifact import Value
+from poseidon.cluster.curve import Curve
 from poseidon.cluster.rates import Rates
 from poseidon.comm.capture import Removable
 from poseidon.comm.group import Group, Pending
@@ -64,6 +65,24 @@ class Cost(Value):
     def seconds(self) -> float:
         """Wire and computing together."""
         return self.wire_seconds + self.compute_seconds
+
+
+def curve_of(message: Message, rates: Rates) -> Curve:
+    """The measured curve that a message follows.
+
+    Raises:
+        InfeasibleError: Nothing is known about this level.
+    """
+    curves = {
+        "all_reduce": rates.all_reduce[rates.connections],
+        "exchange": rates.exchange[rates.connections],
+        "inner": rates.inner,
+        "outer": rates.outer,
+    }
+    curve = curves[message.pattern]
+    if curve is None:
+        raise InfeasibleError(f"cannot tell what two levels cost: no rates are known for the {message.pattern} one")
+    return curve
 
 
 def local_gradient_seconds(layer: LayerSpec, rates: Rates) -> float:

@@ -3,8 +3,7 @@
 from poseidon.cluster.curve import Curve
 from poseidon.cluster.rates import UNLIMITED, HostRates, Rates
 from poseidon.comm import CommScheme, Message
-from poseidon.comm.scheme import local_gradient_seconds
-from poseidon.errors import InfeasibleError
+from poseidon.comm.scheme import curve_of, local_gradient_seconds
 from poseidon.planner.space import Space
 from poseidon.profile.graph import LayerSpec
 
@@ -16,24 +15,6 @@ def lower_bound(space: Space) -> float:
     latency, at the best rate of their curve; nothing waits for anything.
     """
     return max(_computing(space), _busiest_link(space))
-
-
-def curve_of(message: Message, rates: Rates) -> Curve:
-    """The measured curve that a message follows.
-
-    Raises:
-        InfeasibleError: Nothing is known about this level.
-    """
-    curves = {
-        "all_reduce": rates.all_reduce[rates.connections],
-        "exchange": rates.exchange[rates.connections],
-        "inner": rates.inner,
-        "outer": rates.outer,
-    }
-    curve = curves[message.pattern]
-    if curve is None:
-        raise InfeasibleError(f"cannot tell what two levels cost: no rates are known for the {message.pattern} one")
-    return curve
 
 
 def _computing(space: Space) -> float:

@@ -5,8 +5,8 @@ from functools import partial
 
 from poseidon.cluster.rates import Rates
 from poseidon.comm import CommScheme, Message
+from poseidon.comm.scheme import curve_of
 from poseidon.plan import Plan
-from poseidon.planner.bound import curve_of
 from poseidon.planner.buckets import best_buckets
 from poseidon.planner.space import Space
 

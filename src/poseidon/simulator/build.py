@@ -10,12 +10,10 @@ simulated once.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from poseidon.cluster.curve import Curve
 from poseidon.cluster.rates import UNLIMITED, HostRates, Rates
 from poseidon.comm import AllReduce, CommScheme, Cost, Message
 from poseidon.comm.bucket import split_into_buckets
-from poseidon.comm.scheme import local_gradient_seconds
-from poseidon.errors import InfeasibleError
+from poseidon.comm.scheme import curve_of, local_gradient_seconds
 from poseidon.plan import Plan
 from poseidon.profile.graph import LayerSpec, ModelProfile
 from poseidon.simulator.ops import NOWHERE, Machine, Op, TransferOp
@@ -353,7 +351,7 @@ class _Builder:
             self._program.ops.append(issue)
             self._last_issue[k] = issue
             issues.append(issue)
-        curve = self._curve(message)
+        curve = curve_of(message, self._rates)
         seconds = curve.at(message.num_bytes)
         latency = min(curve.latency, seconds)
         transfer = TransferOp(
@@ -375,19 +373,6 @@ class _Builder:
         self._program.ops.append(done)
         self._last_done = done
         return done
-
-    def _curve(self, message: Message) -> Curve:
-        rates = self._rates
-        curves = {
-            "all_reduce": rates.all_reduce[rates.connections],
-            "exchange": rates.exchange[rates.connections],
-            "inner": rates.inner,
-            "outer": rates.outer,
-        }
-        curve = curves[message.pattern]
-        if curve is None:
-            raise InfeasibleError(f"cannot simulate two levels: no rates are known for the {message.pattern} one")
-        return curve
 
     def _shares(self, message: Message, seconds: float) -> tuple[tuple[int, float], ...]:
         """How much of each link side the message takes while it is on the wire."""
