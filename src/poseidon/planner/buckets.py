@@ -54,19 +54,6 @@ def best_buckets(
     return _trace_back(begins, count)
 
 
-def end_of(
-    buckets: Sequence[Sequence[int]],
-    ready: Sequence[float],
-    num_bytes: Sequence[float],
-    seconds: Callable[[float], float],
-) -> float:
-    """When the last message of a grouping has been sent."""
-    end = 0.0
-    for bucket in buckets:
-        end = max(end, *(ready[i] for i in range(bucket[-1] + 1))) + seconds(sum(num_bytes[i] for i in bucket))
-    return end
-
-
 def _trace_back(begins: Sequence[int], count: int) -> list[list[int]]:
     buckets: list[list[int]] = []
     while count:
