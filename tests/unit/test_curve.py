@@ -44,3 +44,8 @@ def test_what_is_no_curve_is_refused(sizes, seconds, reason):
 def test_equal_times_do_not_make_bytes_free():
     flat = Curve(num_bytes=(1, 2), seconds=(0.1, 0.1))
     assert flat.bandwidth <= 1e30
+
+
+def test_factors_of_one_change_no_bit():
+    measured = Curve(num_bytes=(1024, 65536, 1048576), seconds=(0.000795, 0.00099313, 0.0018263))
+    assert measured.scaled() == measured

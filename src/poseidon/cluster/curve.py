@@ -59,7 +59,8 @@ class Curve(Value):
         """The same curve with its latency times `latency` and everything above that times `wire`."""
         first = self.seconds[0]
         return self.model_copy(
-            update={"seconds": tuple(first * latency + max(0.0, s - first) * wire for s in self.seconds)}
+            # in this form a factor of one leaves every time as it is, to the bit
+            update={"seconds": tuple(first * (latency - wire) + max(first, s) * wire for s in self.seconds)}
         )
 
     @property
