@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poseidon.errors import ConfigError
-from poseidon.runtime.portions import cut
+from poseidon.runtime.portions import Portions, cut
 
 counts = st.integers(0, 10_000)
 portion_lists = st.lists(
@@ -66,3 +66,40 @@ def test_only_ratios_count(count: int, portions: list[float], power: int) -> Non
 def test_what_cannot_be_cut_is_refused(count: int, portions: list[float], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         cut(count, portions)
+
+
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 6), min_size=3, max_size=3)), max_size=4),
+    count=st.integers(1, 200),
+    data=st.data(),
+)
+def test_ranks_whose_loaders_are_ahead_cut_every_batch_alike(
+    changes: list[tuple[int, list[int]]], count: int, data: st.DataObject
+) -> None:
+    """Each change comes after some more batches were trained on, while each rank's loader is ahead by another number."""
+    portions = st.lists(st.floats(0.1, 9.0), min_size=3, max_size=3)
+    ranks = [Portions([1.0, 1.0, 1.0]) for _ in range(3)]
+    cuts: list[list[list[int]]] = [[], [], []]
+    trained = 0
+    for more, ahead in [*changes, (0, [60, 60, 60])]:
+        trained += more
+        for mine, rank, further in zip(cuts, ranks, ahead, strict=True):
+            while rank.num_cut < trained + further:
+                mine.append(rank.cut(count))
+        after, first = data.draw(portions), max(rank.num_cut for rank in ranks)
+        for rank in ranks:
+            rank.change(after, first)
+            assert rank.latest == tuple(after)
+    shortest = min(map(len, cuts))
+    assert shortest >= 60
+    assert cuts[0][:shortest] == cuts[1][:shortest] == cuts[2][:shortest]
+    assert all(sum(parts) == count for parts in cuts[0])
+
+
+def test_a_change_from_a_batch_on_that_was_cut_is_refused() -> None:
+    portions = Portions([1.0, 1.0])
+    portions.cut(8)
+    with pytest.raises(ConfigError, match="from batch 0 on"):
+        portions.change([3.0, 1.0], first=0)
+    with pytest.raises(ConfigError, match="3 portions"):
+        portions.change([3.0, 1.0, 1.0], first=1)
