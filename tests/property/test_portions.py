@@ -76,7 +76,7 @@ def test_what_cannot_be_cut_is_refused(count: int, portions: list[float], what: 
 def test_ranks_whose_loaders_are_ahead_cut_every_batch_alike(
     changes: list[tuple[int, list[int]]], count: int, data: st.DataObject
 ) -> None:
-    """Each change comes after some more batches were trained on, while each rank's loader is ahead by another number."""
+    """Each change comes after some more batches were trained on, each loader ahead by another number."""
     portions = st.lists(st.floats(0.1, 9.0), min_size=3, max_size=3)
     ranks = [Portions([1.0, 1.0, 1.0]) for _ in range(3)]
     cuts: list[list[list[int]]] = [[], [], []]
