@@ -39,7 +39,10 @@ def plan(
     links: Annotated[
         str | None, typer.Option(help="Rates of every link, with commas; those of the cluster if not given.")
     ] = None,
-    batch: Annotated[str | None, typer.Option(help="Samples per rank and step, with commas.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Samples per rank and backward pass, with commas.")] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(help="Backward passes to one exchange; what the profile says if not given.", min=1)
+    ] = None,
     allow: Annotated[
         str, typer.Option(help="How far the mathematics may bend: exact, rounded, compressed or relaxed.")
     ] = "exact",
@@ -64,6 +67,8 @@ def plan(
         _check_folder(path)
     console = Console(highlight=False, width=WIDTH)
     profiles = _profiles(model, _listed(batch, _count), console)
+    if accumulate is not None:
+        profiles = [profile.accumulated(accumulate) for profile in profiles]
     counts = counts or _up_to(len(spec.hosts))
     effort = max(0.1, 1.0 / (len(profiles) * len(rates or [0.0]) * len(counts)))
     search: dict[str, Any] = {"allow": allow, "overrides": overrides}

@@ -24,6 +24,9 @@ def simulate(
     plan: Annotated[Path, typer.Argument(help="A plan's file, as `poseidon plan -o` writes it.")],
     cluster: Annotated[str, typer.Option(help="A cluster's file, or a preset's name.", show_default=False)],
     hosts: Annotated[int | None, typer.Option(help="The first so many hosts; all if not given.", min=1)] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(help="Backward passes to one exchange; what the plan says if not given.", min=1)
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps, one after the other; the last one is shown.", min=2)] = 3,
     timeline: Annotated[
         Path | None, typer.Option(help="Where all intervals go, as JSON lines, one step a line.")
@@ -34,6 +37,8 @@ def simulate(
     poseidon simulate plan.json --cluster lab.toml --timeline predicted.jsonl
     """
     chosen = Plan.load(plan)
+    if accumulate is not None:
+        chosen = chosen.model_copy(update={"profile": chosen.profile.accumulated(accumulate)})
     rates = rates_for(chosen.profile, ClusterSpec.find(cluster), num_hosts=hosts)
     if chosen.world_size != rates.world_size:
         raise InfeasibleError(

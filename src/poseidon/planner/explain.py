@@ -58,6 +58,8 @@ def what_it_does(plan: Plan) -> str:
     if plan.world_size == 1:
         return "one rank: nothing crosses a network"
     parts = [plan.summary()]
+    if plan.profile.accumulate > 1:
+        parts.append(f"{plan.profile.accumulate} backward passes to one exchange")
     if plan.buckets:
         parts.append(f"{_count(len(plan.buckets), 'bucket')}")
     if plan.deferred:

@@ -18,7 +18,7 @@ class Memory(Value):
     optimizer_state: int
     activations: int
     buffers: int
-    """What arrives from peers: factors, rows, shards."""
+    """What arrives from peers: factors, rows, shards; and the factors and rows of earlier passes, which wait here."""
 
     @property
     def total(self) -> int:
@@ -44,7 +44,11 @@ def memory_of(plan: Plan, rates: Rates) -> Memory:
         gradients=profile.num_bytes,
         optimizer_state=profile.optimizer_state_num_bytes,
         activations=sum(layer.activation_num_bytes for layer in profile.layers),
-        buffers=sum(_buffers(plan.schemes[layer.name], layer, rates) for layer in profile.trainable),
+        buffers=sum(
+            _buffers(plan.schemes[layer.name], layer, rates)
+            + _waiting(plan.schemes[layer.name], layer, rates, profile.accumulate)
+            for layer in profile.trainable
+        ),
     )
 
 
@@ -58,6 +62,13 @@ def _buffers(scheme: CommScheme, layer: LayerSpec, rates: Rates) -> int:
     if scheme.kind == "all_reduce":
         return scheme.bytes_sent(layer, 2) if scheme.exactness == "rounded" else 0
     return round(sum(message.num_bytes for message in scheme.cost(layer, rates).messages))
+
+
+def _waiting(scheme: CommScheme, layer: LayerSpec, rates: Rates, accumulate: int) -> int:
+    """Factors and rows of all passes but the last; what is dense is added up in the gradient."""
+    if rates.world_size == 1 or scheme.kind not in ("sufficient_factor", "sparse_rows"):
+        return 0
+    return scheme.bytes_sent(layer, 2) * (accumulate - 1) // accumulate
 
 
 def check_memory(memory: Memory, limit: int | None) -> None:

@@ -45,6 +45,7 @@ def search_plan(
     *,
     allow: str = "exact",
     num_hosts: int | None = None,
+    accumulate: int | None = None,
     arrival: Sequence[str] = (),
     sparse: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
@@ -58,6 +59,7 @@ def search_plan(
         cluster: The hosts, described or probed; or what a group of ranks computes and moves.
         allow: How far the mathematics may bend: `exact`, `rounded`, `compressed` or `relaxed`.
         num_hosts: The first so many hosts of the cluster; all if left out. Rates are those of one group already.
+        accumulate: Backward passes to one exchange, each over the profile's batch; what the profile says if left out.
         arrival: Layers in the order in which their gradients become ready; the reverse of forward if it is not known.
         sparse: Layers whose gradients autograd makes sparse, where the profile does not say so; only `sparse_rows`
             carries these.
@@ -71,12 +73,15 @@ def search_plan(
 
     Raises:
         ConfigError: An override names what is not there.
+        ProfileError: Fewer than one pass is asked for.
         InfeasibleError: No plan fits into the memory of a rank; by how much it is missed.
 
     Example:
         >>> plan = poseidon.search_plan(profile, poseidon.ClusterSpec.load("lab.toml"))
         >>> plan.save("plan.json")
     """
+    if accumulate is not None:
+        profile = profile.accumulated(accumulate)
     rates, limit = _rates_and_limit(cluster, profile, num_hosts)
     limit = memory_num_bytes or limit
     space = make_space(profile, rates, allow=allow, arrival=arrival, sparse=sparse, overrides=overrides)

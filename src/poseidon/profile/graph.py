@@ -83,12 +83,12 @@ class LayerSpec(Value):
         """Forward and backward, local weight gradient included."""
         return self.forward_seconds + self.backward_seconds + self.weight_gradient_seconds
 
-    def scaled(self, ratio: float, memory_bandwidth: float) -> Self:
-        """With a batch `ratio` times as large; see `ModelProfile.scaled_to_batch`."""
+    def scaled(self, ratio: float, memory_bandwidth: float, num_passes: int = 1) -> Self:
+        """With batches `ratio` times as large, `num_passes` of them; see `ModelProfile.scaled_to_batch`."""
         rows = max(1, round(self.rows * ratio)) if self.rows else 0
         if self.structure is GradientStructure.ROWS:
-            rows = min(rows, self.matrix[0])
-        traffic = self.num_bytes / memory_bandwidth
+            rows = min(rows, num_passes * self.matrix[0])
+        traffic = num_passes * self.num_bytes / memory_bandwidth
         is_lookup = self.structure is GradientStructure.ROWS  # it reads what the batch asks for, but writes all
         return self.model_copy(
             update={
@@ -101,6 +101,15 @@ class LayerSpec(Value):
                 "forward_spread_seconds": self.forward_spread_seconds * ratio,
                 "backward_spread_seconds": self.backward_spread_seconds * ratio,
             }
+        )
+
+    def repeated(self, ratio: float) -> Self:
+        """With `ratio` times as many passes; see `ModelProfile.accumulated`."""
+        seconds = ("forward_seconds", "backward_seconds", "weight_gradient_seconds")
+        counts = ("rows", "flops", "calls")
+        return self.model_copy(
+            update={name: getattr(self, name) * ratio for name in seconds}
+            | {name: round(getattr(self, name) * ratio) for name in counts}
         )
 
     @property
@@ -138,6 +147,9 @@ class ModelProfile(Artifact):
     model: str
     batch_size: int = Field(ge=0)
     """Samples per rank and step."""
+    accumulate: int = Field(default=1, ge=1)
+    """Backward passes whose sum is exchanged once, at the end of the last. A step is all of them together, and so are
+    its samples, rows, operations and seconds; activations are those of one."""
     layers: tuple[LayerSpec, ...]
     """In the order of the forward pass."""
     source: str = ""
@@ -197,7 +209,7 @@ class ModelProfile(Artifact):
             )
         ratio = batch_size / self.batch_size
         bandwidth = self.device.memory_bandwidth if self.device is not None else float("inf")
-        layers = tuple(layer.scaled(ratio, bandwidth) for layer in self.layers)
+        layers = tuple(layer.scaled(ratio, bandwidth, self.accumulate) for layer in self.layers)
         seconds = sum(layer.seconds for layer in layers)
         return self.model_copy(
             update={
@@ -207,5 +219,30 @@ class ModelProfile(Artifact):
                 "loader_seconds": self.loader_seconds * ratio,
                 "first_epoch_loader_seconds": self.first_epoch_loader_seconds * ratio,
                 "source": self.source and f"{self.source}; estimated from {self.batch_size} to {batch_size} samples",
+            }
+        )
+
+    def accumulated(self, num_passes: int) -> Self:
+        """The same batches, so many of them to one exchange: what a pass takes and sends comes so many times.
+
+        Args:
+            num_passes: Forward and backward passes in a step, whatever they were before.
+
+        Raises:
+            ProfileError: There has to be one at least.
+        """
+        if num_passes < 1:
+            raise ProfileError(f"cannot accumulate {num_passes} passes of {self.model}: use 1 or more")
+        if num_passes == self.accumulate:
+            return self
+        ratio = num_passes / self.accumulate
+        return self.model_copy(
+            update={
+                "accumulate": num_passes,
+                "batch_size": round(self.batch_size * ratio),
+                "layers": tuple(layer.repeated(ratio) for layer in self.layers),
+                "step_seconds": self.step_seconds * ratio,
+                "loader_seconds": self.loader_seconds * ratio,
+                "first_epoch_loader_seconds": self.first_epoch_loader_seconds * ratio,
             }
         )

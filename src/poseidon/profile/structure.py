@@ -5,6 +5,7 @@ outside its module too, or the module's forward may never be called. So `StepWat
 rows, and compares a few rows of each weight's gradient with what the factors, or the looked up rows, alone would give.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,16 +18,31 @@ SAMPLED_ROWS = 8
 """Rows of a weight gradient that are compared with what the factors give."""
 
 
-def owned_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+IGNORED_MARK = "_ddp_ignored"
+"""The attribute of a tensor that stays each rank's own; PyTorch's DDP sets it too."""
+
+
+def is_ignored(tensor: torch.Tensor) -> bool:
+    """Whether the tensor stays each rank's own."""
+    return getattr(tensor, IGNORED_MARK, False) is True
+
+
+def owned_parameters(model: nn.Module, trained: Container[int] = ()) -> dict[str, dict[str, nn.Parameter]]:
     """The trainable parameters of each layer: of a module that owns some, by module name.
 
-    A parameter that several modules share belongs to the first of them in `named_modules` order.
+    A parameter that several modules share belongs to the first of them in `named_modules` order. One that stays each
+    rank's own belongs to none.
+
+    Args:
+        model: The root module.
+        trained: `id`s of parameters that count as trainable even while they are frozen.
     """
     seen: set[int] = set()
     owned: dict[str, dict[str, nn.Parameter]] = {}
     for name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:
+            is_trained = parameter.requires_grad or id(parameter) in trained
+            if is_trained and id(parameter) not in seen and not is_ignored(parameter):
                 seen.add(id(parameter))
                 owned.setdefault(name, {})[parameter_name] = parameter
     return owned
@@ -129,12 +145,17 @@ def shared_parameters(model: nn.Module) -> set[int]:
     return {key for key, count in owners.items() if count > 1}
 
 
-def profile_structure(model: nn.Module) -> ModelProfile:
-    """What can be said of a model without running it: layers in module order, possible structures, no rows."""
+def profile_structure(model: nn.Module, trained: Container[int] = ()) -> ModelProfile:
+    """What can be said of a model without running it: layers in module order, possible structures, no rows.
+
+    Args:
+        model: The root module.
+        trained: As for `owned_parameters`.
+    """
     shared, blocks = shared_parameters(model), compiled_blocks(model)
     layers = [
         layer_spec(name, model.get_submodule(name), parameters, shared)
-        for name, parameters in owned_parameters(model).items()
+        for name, parameters in owned_parameters(model, trained).items()
     ]
     return ModelProfile(
         model=type(getattr(model, "_orig_mod", model)).__name__,

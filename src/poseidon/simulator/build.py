@@ -1,10 +1,10 @@
 """From a profile, a plan and rates to the operations of a few steps, as the runtime carries them out.
 
-The training thread of a rank is a chain: loader, forward layer by layer, backward layer by layer, then for each
-exchange the wait for its transfers and its rebuild, then the optimizer. Transfers are issued in the plan's fixed order,
-none before the one ahead of it, each when its data is ready; a collective starts when every rank has issued it, and
-ends are noticed in the order of issue, because one thread waits for them. Ranks that are equal in every respect are
-simulated once.
+The training thread of a rank is a chain: loader, forward layer by layer, backward layer by layer, as many times as
+passes are accumulated, then for each exchange the wait for its transfers and its rebuild, then the optimizer. Factors
+of all passes leave in the last one. Transfers are issued in the plan's fixed order, none before the one ahead of it,
+each when its data is ready; a collective starts when every rank has issued it, and ends are noticed in the order of
+issue, because one thread waits for them. Ranks that are equal in every respect are simulated once.
 """
 
 from collections.abc import Sequence
@@ -182,6 +182,16 @@ def build(profile: ModelProfile, plan: Plan, rates: Rates, num_steps: int) -> Pr
     return program
 
 
+def passes_of(accumulate: int) -> list[tuple[float, bool]]:
+    """The passes of a step: of all that it computes the share of each, and whether it is the last, which sends.
+
+    The first one finds what the step before has deferred; those between are put together.
+    """
+    between = [(accumulate - 2) / accumulate] if accumulate > 2 else []
+    earlier = [1 / accumulate] if accumulate > 1 else []
+    return [*((share, False) for share in (*earlier, *between)), (1 / accumulate, True)]
+
+
 class _Builder:
     """Lays out step after step; all chains go on from one step to the next."""
 
@@ -222,9 +232,10 @@ class _Builder:
         self._program.steps.append(step)
         self._ready: dict[tuple[int, str, str], Op] = {}
         """By kind, layer and when: what makes the layer's message ready."""
-        self._train(Activity.LOADER, "", self._profile.loader_seconds, scaled=False)
-        self._forward()
-        self._backward()
+        for share, is_last in passes_of(self._profile.accumulate):
+            self._train(Activity.LOADER, "", share * self._profile.loader_seconds, scaled=False)
+            self._forward(share)
+            self._backward(share, is_last=is_last)
         starts = list(self._tail) if not self._plan.wait_free else None
         done = self._transfer_all(starts)
         waiting = [e for e in self._exchanges if not e.deferred]
@@ -235,21 +246,21 @@ class _Builder:
             step.last.append(self._point(k) if tail is None else tail)
         self._optimizer()
 
-    def _forward(self) -> None:
+    def _forward(self, share: float) -> None:
         for layer in self._profile.layers:
             self._finish_deferred(layer.name)
-            self._train(Activity.FORWARD, layer.name, layer.forward_seconds)
+            self._train(Activity.FORWARD, layer.name, share * layer.forward_seconds)
             self._note_ready(layer.name, "forward")
 
-    def _backward(self) -> None:
+    def _backward(self, share: float, *, is_last: bool) -> None:
         for layer in reversed(self._profile.layers):
             exchange = self._of_layer.get(layer.name)
             is_pair = exchange is not None and len(exchange.messages) > 1 and exchange.messages[0].when == "forward"
             if is_pair:  # the gradient of its output is there before the layer's own backward
                 self._note_ready(layer.name, "backward")
             gradient = 0.0 if is_pair else self._local_gradient(layer)
-            self._train(Activity.BACKWARD, layer.name, layer.backward_seconds + gradient)
-            if exchange is not None and not is_pair:
+            self._train(Activity.BACKWARD, layer.name, share * (layer.backward_seconds + gradient))
+            if exchange is not None and not is_pair and is_last:
                 cost = exchange.costs[exchange.layers.index(layer)]
                 self._copy(layer.name, cost.prepare_seconds)
 
