@@ -18,6 +18,7 @@ from poseidon.runtime.adoption import Adoption, observation_schemes
 from poseidon.runtime.attach import Run, attach
 from poseidon.runtime.join import group_of_process
 from poseidon.runtime.monitor import Monitor
+from poseidon.runtime.options import BufferPolicy, Mean, RunOptions
 
 __all__ = ["distribute"]
 
@@ -28,11 +29,15 @@ def distribute(
     plan: Plan | str | Path = "auto",
     *,
     allow: str = "exact",
+    mean: Mean = "samples",
+    buffers: BufferPolicy = "on_request",
+    check_every: int = 0,
+    ignore: Sequence[str] = (),
     group: Group | None = None,
 ) -> Run:
     """Trains a model on all ranks together, in place; the training loop stays as it is.
 
-    Replicas start equal. When `backward()` returns, `p.grad` is the mean over all ranks.
+    Replicas start equal. When `backward()` returns, `p.grad` is the mean over the samples of all ranks.
 
     Args:
         model: Built alike on every rank.
@@ -40,13 +45,20 @@ def distribute(
         plan: `"auto"` watches the first steps, measures the links and searches for the fastest plan; `"all_reduce"` is
             plain all-reduce; a `Plan` or the path of one is used as it is.
         allow: How far the mathematics may bend under `"auto"`: `"exact"`, `"rounded"`, `"compressed"`, `"relaxed"`.
+        mean: `"samples"` weights each rank by its samples, or by what `run.weight(n)` says: unequal batches give then
+            what one process would compute on all of them; `"ranks"` weights ranks alike, as DDP does. Where batches are
+            equal both are the same.
+        buffers: `"on_request"` sends rank 0's buffers to all in `run.sync_buffers()` only, `"after_step"` after each
+            `optimizer.step()` too.
+        check_every: After how many exchanges all ranks prove again that they hold the same model; 0 never does.
+        ignore: Names of parameters and buffers that stay each rank's own.
         group: The ranks; those that `poseidon.init()` has joined if left out.
 
     Returns:
-        The run: `no_sync`, `check_replicas`, `timeline`, `detach`.
+        The run: `no_sync`, `weight`, `join`, `check_replicas`, `timeline`, `detach`.
 
     Raises:
-        ConfigError: The plan's file cannot be used, or no such level is known.
+        ConfigError: The plan's file cannot be used, or an argument is not known.
         InfeasibleError: The models differ between ranks, or the plan does not fit them.
 
     Example:
@@ -54,20 +66,21 @@ def distribute(
         >>> run = poseidon.distribute(model, optimizer)
     """
     check_allowed(allow)
+    options = RunOptions(mean=mean, buffers=buffers, check_every=check_every, ignore=tuple(ignore))
     group = group or group_of_process()
     if isinstance(plan, Plan):
-        return _monitored(attach(model, optimizer, plan, group))
+        return _monitored(attach(model, optimizer, plan, group, options))
     profile = profile_structure(model)
     sparse = [layer.name for layer in profile.trainable if getattr(model.get_submodule(layer.name), "sparse", False)]
     plain = uniform_plan(profile, group.world_size, observation_schemes(profile, sparse))
     if plan == "all_reduce":
-        return _monitored(attach(model, optimizer, plain, group))
+        return _monitored(attach(model, optimizer, plain, group, options))
     if plan != "auto":
-        return _monitored(attach(model, optimizer, _load(plan), group))
+        return _monitored(attach(model, optimizer, _load(plan), group, options))
     if group.world_size == 1:
-        return attach(model, optimizer, plain, group)
+        return attach(model, optimizer, plain, group, options)
     watch = StepWatch(model)
-    run = attach(model, optimizer, plain.model_copy(update={"wait_free": False}), group)
+    run = attach(model, optimizer, plain.model_copy(update={"wait_free": False}), group, options)
 
     def choose(profile: ModelProfile, rates: Rates, arrival: Sequence[str], sparse: Sequence[str]) -> Plan:
         return search_plan(profile, rates, arrival=arrival, sparse=sparse, allow=allow)

@@ -156,7 +156,7 @@ class BucketExchange(Exchange):
         self._names = [f"{layer.name}.{name}" for layer, name, _ in entries]
         self._layer_of = [layer.name for layer, _, _ in entries]
         self.bucket = Bucket(parameters)
-        self._scale = 1.0 / group.world_size
+        self._weighing = step.weighing
         self._additions = Additions(len(parameters))
         self._made = [0.0] * len(parameters)
         flat = self.bucket.flat
@@ -202,20 +202,20 @@ class BucketExchange(Exchange):
         """Leaves this rank's share of the mean in the bucket, and the view in `p.grad` where there was a gradient."""
         parameter, view = self.bucket.parameters[index], self.bucket.views[index]
         gradient = parameter.grad
+        self._weighing = self.step.weighing
         self._made[index] = float(gradient is not None)
-        if gradient is None:
-            view.zero_()
-        elif gradient is view:
-            view.mul_(self._scale)
+        if gradient is not None and self._weighing.own:
+            torch.mul(gradient, self._weighing.own, out=view)
         else:
-            torch.mul(gradient, self._scale, out=view)
+            view.zero_()
+        if gradient is not None:
             parameter.grad = view
 
     def flush(self) -> None:
         """What backward did not reach counts as zero here; other ranks may have reached it."""
-        for index in sorted(self._additions.missing):
-            self._take(index)
         if not self._transfer.ready.is_set():
+            for index in sorted(self._additions.missing):
+                self._take(index)
             self._transfer.mark_ready(self.bucket.flat.device)
 
     def _issue(self) -> Pending:
@@ -238,6 +238,8 @@ class BucketExchange(Exchange):
         pending.wait()
         if self._on_wire is not self.bucket.flat:
             self.bucket.flat.copy_(self._on_wire)
+        if self._weighing.correction != 1.0:
+            self.bucket.gradients.mul_(self._weighing.correction)
 
     def finish(self) -> None:
         """A gradient that no rank made stays as it was, so that the optimizer skips it as it would on one rank."""

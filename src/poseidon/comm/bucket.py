@@ -68,6 +68,8 @@ class Bucket:
             part = self.flat[offset : offset + parameter.numel()]
             self.views.append(_shaped_like(part, parameter))
             offset += parameter.numel()
+        self.gradients = self.flat[:offset]
+        """All of them, end to end."""
         self.facts = self.flat[offset:]
         """One number per gradient: 1 where this rank made it, after the sum on how many ranks it was made. Then the
         vote: above zero if some rank wants a new order."""

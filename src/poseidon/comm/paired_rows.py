@@ -205,11 +205,12 @@ class PairedRowsExchange(Exchange):
         self._sent_serials: list[int] = []
         self._sent_rows: list[int] = []
         self._arrived: list[Call] = []
-        self._stash: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Pairs from backward passes inside `no_sync`."""
+        self._stash: list[tuple[torch.Tensor, torch.Tensor, float]] = []
+        """Pairs from backward passes inside `no_sync`, and the items that each pass was a mean over."""
         self._stash_sent = 0
         self._resent: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self._repaired: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._weighing = step.weighing
         self._index = 0
         """Of the exchange whose parts are under way."""
         self._grow_to = 0
@@ -248,7 +249,8 @@ class PairedRowsExchange(Exchange):
         self.step.on_backward()
         call.second, call.spent = second, not graph_is_kept()
         if not self.step.syncing:
-            self._stash.append((call.first.clone() if call.serial in self._sent_serials else call.first, second))
+            first = call.first.clone() if call.serial in self._sent_serials else call.first
+            self._stash.append((first, second, self.step.weighing.unit))
             return
         if self._second.ready.is_set():
             raise CommError(
@@ -278,7 +280,7 @@ class PairedRowsExchange(Exchange):
 
     def _send_first(self, calls: list[Call]) -> None:
         calls = sorted(calls, key=lambda c: c.serial)
-        rows = [first for first, _ in self._stash] + [c.first for c in calls]
+        rows = [first for first, _, _ in self._stash] + [c.first for c in calls]
         if sum(r.shape[0] for r in rows) > self._parts[0].capacity:
             calls, rows = [], []  # no room: both parts follow once more
             self._stash_sent = 0
@@ -302,8 +304,8 @@ class PairedRowsExchange(Exchange):
             self._send_second_as_announced(arrived)
         else:
             calls = sorted(self._arrived, key=lambda c: c.serial)
-            firsts = self._as_sent([f for f, _ in self._stash] + [c.first for c in calls])
-            seconds = self._as_sent([s for _, s in self._stash] + [c.second for c in calls if c.second is not None])
+            firsts = self._as_sent([first for first, _, _ in self._stash] + [c.first for c in calls])
+            seconds = self._as_sent(self._stashed_seconds() + [c.second for c in calls if c.second is not None])
             self._resent = (firsts, seconds)
             count = sum(f.shape[0] for f in firsts)
             header = Header(self.step.index, 0, seconds[0].dtype, count, firsts[0].dtype, reached=True)
@@ -311,10 +313,11 @@ class PairedRowsExchange(Exchange):
         if arrived or self._stash:
             self.step.arrived(self.name)
         self._index = self.step.index
+        self._weighing = self.step.weighing
         self._second.mark_ready(self._device)
 
     def _send_second_as_announced(self, arrived: dict[int, Call]) -> None:
-        seconds = [second for _, second in self._stash]
+        seconds = self._stashed_seconds()
         dtype = next((c.second.dtype for c in arrived.values() if c.second is not None), self._default_dtypes[1])
         for serial, rows in zip(self._sent_serials, self._sent_rows, strict=True):
             call = arrived.get(serial)
@@ -327,6 +330,11 @@ class PairedRowsExchange(Exchange):
         count = sum(s.shape[0] for s in seconds)
         dtype = seconds[0].dtype if seconds else dtype
         self._parts[1].fill(Header(self.step.index, count, dtype, reached=reached), seconds)
+
+    def _stashed_seconds(self) -> list[torch.Tensor]:
+        """In the unit of the last pass."""
+        shares = [self.step.weighing.share_of(unit) for _, _, unit in self._stash]
+        return [s if share == 1.0 else s * share for (_, s, _), share in zip(self._stash, shares, strict=True)]
 
     def _as_sent(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All in one dtype: the widest, or that of the wire."""
@@ -399,6 +407,21 @@ class PairedRowsExchange(Exchange):
             seconds.append(second)
         if reached:
             self.combine(firsts, seconds)
+
+    def weighted(self, rows: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The rows of all ranks in one tensor of their own, each multiplied by what its rank counts."""
+        by_rank = self._weighing.by_rank
+        if len(set(by_rank)) == 1:
+            return torch.cat([part.to(dtype) for part in rows]).mul_(by_rank[0])
+        return torch.cat(
+            [
+                part.to(dtype) * weight if weight else torch.zeros_like(part, dtype=dtype)
+                for part, weight in zip(rows, by_rank, strict=True)
+            ]
+        )
+
+    def reweigh(self, factor: float) -> None:
+        """What has accumulated is in the stash, in units of its own."""
 
     def reset(self) -> None:
         """Learns how many calls a step has, and forgets this one."""

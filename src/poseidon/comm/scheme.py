@@ -20,6 +20,7 @@ from poseidon.cluster.curve import Curve
 from poseidon.cluster.rates import Rates
 from poseidon.comm.capture import Removable
 from poseidon.comm.group import Group, Pending
+from poseidon.comm.weighing import Weighing
 from poseidon.errors import InfeasibleError
 from poseidon.profile.graph import GradientStructure, LayerSpec
 
@@ -193,6 +194,8 @@ class StepState:
         self.index = 0
         self.syncing = True
         """False inside `no_sync`: gradients accumulate and nothing is sent."""
+        self.weighing = Weighing(1)
+        """How much each rank counts in the present exchange; an exchange keeps it where it ends later."""
         self.on_backward: Callable[[], None] = lambda: None
         """Called by whatever first notices that backward is under way."""
         self.arrivals: dict[str, None] = {}
@@ -257,6 +260,11 @@ class Transfer:
         self.ready.set()
         self._go.set()
 
+    def withdraw(self) -> None:
+        """Takes that back, if it has not been issued."""
+        self.ready.clear()
+        self._go.clear()
+
     def wait_ready(self, timeout: float) -> bool:
         """Blocks the communication thread until it may be issued; False if the time is over first."""
         return self._go.wait(timeout)
@@ -315,6 +323,12 @@ class Exchange(ABC):
     @abstractmethod
     def flush(self) -> None:
         """At the end of backward: fills what is missing with empty parts and makes every transfer ready."""
+
+    def reweigh(self, factor: float) -> None:
+        """Multiplies what has accumulated in `p.grad`: another backward pass adds to it in another unit."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     @abstractmethod
     def finish(self) -> None:

@@ -152,6 +152,7 @@ class ServerExchange(Exchange):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         self._shards = [Shard(parameters, layer.optimizer, group, piece_bytes) for parameters in by_dtype.values()]
         self._parameters = list(layer.parameters.values())
+        self._weighing = step.weighing
         self._additions = Additions(len(self._parameters))
         self._transfer = Transfer(f"{self.name} (push)", self._push, self._add_up)
         self.transfers = (self._transfer,)
@@ -173,8 +174,9 @@ class ServerExchange(Exchange):
             )
 
     def _take(self) -> None:
+        self._weighing = self.step.weighing
         for shard in self._shards:
-            shard.take()
+            shard.take(self._weighing.own)
         self._transfer.mark_ready(self._parameters[0].device)
 
     def flush(self) -> None:
@@ -191,6 +193,7 @@ class ServerExchange(Exchange):
         what = f"push of {self.name} in step {self.step.index}"
         for i, shard in enumerate(self._shards):
             shard.add_up(self.tag + i, what)
+            shard.correct(self._weighing.correction)
         pushed.wait()  # a piece has left once its owner has asked for it: only after asking for our own
 
     def finish(self) -> None:
@@ -262,13 +265,12 @@ class Shard:
         for group in self._optimizer.param_groups:
             group["params"] = [replacements.get(p, p) for p in group["params"]]
 
-    def take(self) -> None:
+    def take(self, scale: float) -> None:
         """Lays this rank's gradients, scaled to their share of the mean, end to end, and frees them."""
-        scale = 1.0 / self._group.world_size
         offset = 0
         for parameter in self._parameters:
             place = self._flat[offset : offset + parameter.numel()]
-            if parameter.grad is None:
+            if parameter.grad is None or not scale:
                 place.zero_()
             else:
                 torch.mul(parameter.grad.reshape(-1), scale, out=place)
@@ -301,6 +303,12 @@ class Shard:
             if self._to_come:
                 piece = self._to_come.pop(0)
                 self._arriving.append((piece, self._receive(piece, tag, what)))
+
+    def correct(self, factor: float) -> None:
+        """Multiplies the sum over the own stretch."""
+        if factor != 1.0:
+            start, end = self._stretches[self._group.rank]
+            self._flat[start:end].mul_(factor)
 
     def _receive(self, like: torch.Tensor, tag: int, what: str) -> tuple[Pending, dict[int, torch.Tensor]]:
         parts = {peer: torch.empty_like(like) for peer in self._group.peers}

@@ -136,7 +136,7 @@ class SparseRowsExchange(PairedRowsExchange):
         """The mean over ranks, added up in the order of ranks everywhere."""
         with self.step.working("rebuild", self.name):
             indices = torch.cat([rows.view(-1) for rows in firsts])
-            values = torch.cat([rows.to(self._weight.dtype) for rows in seconds]).mul_(1.0 / self.group.world_size)
+            values = self.weighted(seconds, self._weight.dtype)
             if self._module.sparse:
                 self._add_sparse(indices, values)
             else:

@@ -240,7 +240,7 @@ class FactorExchange(PairedRowsExchange):
         """The mean over ranks of the weight's and the bias's gradient, each computed once."""
         with self.step.working("rebuild", self.name):
             dtype = self._weight.dtype
-            outputs = torch.cat([rows.to(dtype) for rows in seconds]).mul_(1.0 / self.group.world_size)
+            outputs = self.weighted(seconds, dtype)
             if self._weight.requires_grad:
                 inputs = torch.cat([rows.to(dtype) for rows in firsts])
                 self._rebuild_weight(outputs, inputs)

@@ -6,25 +6,30 @@ returns, `p.grad` is the mean over all ranks (layers on `sharded_server` excepte
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from poseidon.cluster.rates import Rates
 from poseidon.comm.all_reduce import VOTE_AFTER, BucketExchange
-from poseidon.comm.capture import Removable, inside_backward
+from poseidon.comm.capture import ModuleHook, Removable, inside_backward
+from poseidon.comm.counting import Counting
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import TAGS_PER_EXCHANGE, BoundLayer, CommScheme, Exchange, StepState, Transfer
-from poseidon.errors import CommError, InfeasibleError
+from poseidon.errors import CommError, ConfigError, InfeasibleError
 from poseidon.plan import Plan, PredictedStep
 from poseidon.profile.structure import owned_parameters
 from poseidon.runtime.comm_thread import CommThread
 from poseidon.runtime.deferral import Deferral, Lookout, check_deferred
 from poseidon.runtime.hooks import PassHooks
+from poseidon.runtime.options import RunOptions
 from poseidon.runtime.recorder import Recorder
 from poseidon.runtime.replicas import (
     broadcast_buffers,
@@ -58,13 +63,22 @@ class Run:
         optimizer: Any `torch.optim` optimizer over its parameters; None if the caller updates them in another way.
         plan: How the gradients cross the network.
         group: The ranks.
+        options: What holds whatever the plan.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, group: Group) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        plan: Plan,
+        group: Group,
+        options: RunOptions = RunOptions(),  # noqa: B008 - a frozen value
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.group = group
         self.plan = plan
+        self.options = options
         self.recorder = Recorder(group.rank)
         self.settled = True
         """False while schemes are still being tried out; steps taken meanwhile are as exact as any."""
@@ -90,14 +104,17 @@ class Run:
             on_backward_broken=self._on_backward_broken,
         )
         self._state.on_backward = self._hooks.backward_is_under_way
+        self._counting = Counting(group, self._state, by_items=options.mean == "samples")
+        self._input_hook = model.register_forward_pre_hook(ModuleHook(self._see_inputs), with_kwargs=True)
         self._exchanges: list[Exchange] = []
-        self._schedule: list[Transfer] = []
+        self._schedule = Schedule([], [])
         self._finishing: list[Exchange] = []
         """The exchanges that end with backward, in the order in which their last transfers end."""
         self._deferral: Deferral | None = None
         """The exchanges that may end later, where the plan has such."""
         self._lookout = Lookout()
-        self._begun = False
+        self._begun: list[Transfer] = []
+        """Of the present step's schedule, what has been handed over."""
         self._misplaced = 0
         self.last_arrivals: list[str] = []
         """The layers in the order in which the last exchange's gradients became ready on this rank."""
@@ -125,10 +142,62 @@ class Run:
         finally:
             self._state.syncing = before
 
+    def weight(self, num_items: float) -> None:
+        """Says what the loss of the next backward pass on this rank is a mean over: samples, tokens, pixels.
+
+        The gradient is then the mean over the items of all ranks; see `poseidon.comm.counting` for accumulation. Without
+        it the rows of the model's first input count. Has no effect where the run was asked for `mean="ranks"`.
+
+        Args:
+            num_items: How many; 0 leaves this rank's gradient out.
+
+        Raises:
+            ConfigError: It is no number that can be used.
+        """
+        if not (math.isfinite(num_items) and num_items >= 0):
+            raise ConfigError(f"cannot weight a rank's loss by {num_items!r}: say how many items it is a mean over")
+        self._counting.tell(float(num_items))
+
     def empty_step(self) -> None:
-        """Takes part in an exchange without a forward and backward pass: this rank has no samples left."""
+        """Takes part in an exchange without a forward and backward pass: this rank has no samples for this step."""
         self._state.syncing = True
         self._exchange()
+
+    def drain(self, update: Callable[[], None] | None = None) -> None:
+        """This rank has no samples left: answers the exchanges of the others until all ranks have called this.
+
+        Args:
+            update: What the loop does between a backward pass and the next forward: clipping, the optimizer's step, a
+                scheduler's, zeroing gradients. `optimizer.step()` and `optimizer.zero_grad()` if left out.
+
+        Raises:
+            CommError: Replicas have drifted apart, because `update` is not what the others do.
+        """
+        num_answered = 0
+        self._counting.leaving = True
+        try:
+            while self._answer():
+                num_answered += 1
+                (update or self._update)()
+        finally:
+            self._counting.leaving = False
+        if any(map(int, self.group.all_gather_text(str(num_answered), "leaving the last exchange"))):
+            self.check_replicas()
+
+    @contextmanager
+    def join(self, update: Callable[[], None] | None = None) -> Iterator[None]:
+        """Around a loop that may have more steps on one rank than on another: `drain` at its end.
+
+        Args:
+            update: See `drain`.
+        """
+        yield
+        self.drain(update)
+
+    def _update(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def flush(self) -> None:
         """Waits for what the plan has deferred: gradients are final and parameters up to date when this returns.
@@ -185,6 +254,7 @@ class Run:
         """Undoes `attach`, on all ranks together: the model and the optimizer are as if they had never been touched."""
         self.on_detach()
         self._hooks.remove()
+        self._input_hook.remove()
         for handle in self._optimizer_handles:
             handle.remove()
         self._lookout.keep(False)
@@ -220,8 +290,8 @@ class Run:
             return
         self.group.connections = min(self.plan.connections, self.group.max_connections)
         self._exchanges = bind(self.plan, self.model, self.optimizer, self.group, self._state)
-        self._schedule = schedule(self.plan, self._exchanges)
-        place = {transfer: index for index, transfer in enumerate(self._schedule)}
+        self._schedule = schedule(self.plan, self._exchanges, self._counting.transfer)
+        place = {transfer: index for index, transfer in enumerate(self._schedule.all)}
         in_order = sorted(self._exchanges, key=lambda exchange: place[exchange.transfers[-1]])
         deferred = [exchange for exchange in in_order if exchange.layers[0] in self.plan.deferred]
         self._finishing = [exchange for exchange in in_order if exchange not in deferred]
@@ -237,9 +307,9 @@ class Run:
             )
         if not inside_backward():
             self._lookout.keep(bool(deferred))
-        if self._threads is not None and self._schedule:
-            self._threads.make_stages(max(transfer.num_stages for transfer in self._schedule))
-        self._begun = False
+        if self._threads is not None:
+            self._threads.make_stages(max(transfer.num_stages for transfer in self._schedule.all))
+        self._begun = []
 
     def _unbind(self) -> None:
         if self._deferral is not None:
@@ -250,32 +320,55 @@ class Run:
             exchange.detach()
         self._exchanges = []
 
-    def _begin(self) -> None:
-        """Hands the step's schedule to the communication threads, once in every step."""
-        if not self._exchanges:
+    def _begin(self, *, backward: bool) -> None:
+        """Hands the step's schedule to the communication threads, each part once in every step.
+
+        Args:
+            backward: Whether what backward makes ready is to go too.
+        """
+        if self._threads is None:
             return
-        assert self._threads is not None
         self._threads.raise_failure()
-        if not self._begun:
-            self._threads.begin(self._schedule)
-            self._begun = True
+        wanted = self._schedule.all if backward else self._schedule.head
+        if more := wanted[len(self._begun) :]:
+            self._threads.begin(more)
+            self._begun = wanted
 
     # What autograd tells
+
+    def _see_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Counts the rows of the model's first input."""
+        if torch.is_grad_enabled() and not inside_backward():
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim())
+            if (first := next(tensors, None)) is not None:
+                self._counting.see(len(first))
 
     def _on_forward(self, before: bool) -> None:
         if before:
             self._lookout.keep(self._deferral is not None)
             self.recorder.begin(Activity.FORWARD)
             if self.plan.wait_free and self._state.syncing:
-                self._begin()
+                self._begin(backward=False)
         else:
             self.recorder.end(Activity.FORWARD)
 
     def _on_backward_start(self) -> None:
         self.flush()
+        if (factor := self._counting.begin_pass()) != 1.0:
+            self._reweigh(factor)
         self.recorder.begin(Activity.BACKWARD)
         if self.plan.wait_free and self._state.syncing:
-            self._begin()
+            self._counting.seal()
+            self._begin(backward=True)
+
+    def _reweigh(self, factor: float) -> None:
+        """Multiplies the gradients that have accumulated on this rank."""
+        for exchange in self._exchanges:
+            exchange.reweigh(factor)
+        if self.group.world_size == 1:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def _on_backward_end(self) -> None:
         self.recorder.end(Activity.BACKWARD)
@@ -306,14 +399,20 @@ class Run:
 
     def _complete_step(self) -> None:
         """Waits for what is under way, finishes each gradient as its transfers end, and closes the step."""
-        if self._exchanges:
-            self.flush()
-            for exchange in self._exchanges:
-                exchange.flush()
-            self._begin()
+        self.flush()
+        for exchange in self._exchanges:
+            exchange.flush()
+        self._counting.seal()
+        self._begin(backward=True)
+        if self._threads is not None:
             self._finish()
+        elif (factor := self._state.weighing.by_rank[0]) not in (0.0, 1.0):
+            self._reweigh(factor)
         if self._deferral is not None:
             self._postpone(self._deferral)
+        self._close_step()
+
+    def _close_step(self) -> None:
         self.recorder.close_step(self._state.index, self.label)
         self._state.index += 1
         self.group.num_exchanges += 1
@@ -321,9 +420,37 @@ class Run:
         self._state.arrivals = {}
         for exchange in self._finishing:
             exchange.reset()
-        self._begun = False
+        self._begun = []
+        if text := self._counting.end():
+            self.note("weighted", text, loud=True)
+
+    def _answer(self) -> bool:
+        """One exchange without a part; False if every rank has run out, and nothing was exchanged."""
+        if self._threads is None:
+            return False
+        self._state.syncing = True
+        self.flush()
+        for exchange in self._exchanges:
+            exchange.flush()
+        self._counting.seal()
+        self._begin(backward=False)
+        self._wait(self._counting.transfer)
+        if not self._state.weighing.all_leave:
+            self._exchange()
+            return True
+        for transfer in self._schedule.head:
+            self._wait(transfer)
+        for transfer in self._schedule.tail:
+            transfer.withdraw()
+        for exchange in self._exchanges:
+            exchange.reset()
+        self._counting.end()
+        self._begun = []
+        self.recorder.restart()
+        return False
 
     def _finish(self) -> None:
+        self._wait(self._counting.transfer)
         for exchange in self._finishing:
             for transfer in exchange.transfers:
                 self._wait(transfer)
@@ -407,7 +534,13 @@ class Run:
                     self._wait_for(pending, f"{name} (gather)")
 
 
-def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, group: Group) -> Run:
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan,
+    group: Group,
+    options: RunOptions = RunOptions(),  # noqa: B008 - a frozen value
+) -> Run:
     """Makes the replicas equal and puts a plan to work on them, in place.
 
     Args:
@@ -415,6 +548,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan
         optimizer: Over the model's parameters; needed where a layer uses `sharded_server`.
         plan: For this model and this number of ranks.
         group: From `join.init`.
+        options: What holds whatever the plan.
 
     Returns:
         The run; training goes on with the caller's own loop.
@@ -427,7 +561,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan
     check_plan(plan, model, optimizer, group)
     check_same_plan(plan, group)
     broadcast_model(model, group)
-    return Run(model, optimizer, plan, group)
+    return Run(model, optimizer, plan, group, options)
 
 
 def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group) -> None:
@@ -483,10 +617,28 @@ def _by_scheme(
     return together
 
 
-def schedule(plan: Plan, exchanges: Sequence[Exchange]) -> list[Transfer]:
-    """The fixed order: what forward makes ready, in its order, then what backward makes ready, in the plan's order."""
+@dataclass(frozen=True)
+class Schedule:
+    """The fixed order of one step's transfers, the same on every rank."""
+
+    head: list[Transfer]
+    """What forward makes ready, in its order, and the counts."""
+    tail: list[Transfer]
+    """What backward makes ready, in the plan's order."""
+
+    @property
+    def all(self) -> list[Transfer]:
+        """Both."""
+        return [*self.head, *self.tail]
+
+
+def schedule(plan: Plan, exchanges: Sequence[Exchange], counts: Transfer) -> Schedule:
+    """The fixed order in which a step's transfers are issued."""
     forward = {layer.name: index for index, layer in enumerate(plan.profile.trainable)}
     place = {name: index for index, name in enumerate(plan.order or plan.arrival)}
     early = sorted((e for e in exchanges if e.early), key=lambda e: min(forward[name] for name in e.layers))
     late = sorted(exchanges, key=lambda e: max(place[name] for name in e.layers))
-    return [t for e in early for t in e.early] + [t for e in late for t in e.transfers if t not in e.early]
+    return Schedule(
+        head=[*(t for e in early for t in e.early), counts],
+        tail=[t for e in late for t in e.transfers if t not in e.early],
+    )
