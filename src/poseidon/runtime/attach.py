@@ -145,8 +145,8 @@ class Run:
     def weight(self, num_items: float) -> None:
         """Says what the loss of the next backward pass on this rank is a mean over: samples, tokens, pixels.
 
-        The gradient is then the mean over the items of all ranks; see `poseidon.comm.counting` for accumulation. Without
-        it the rows of the model's first input count. Has no effect where the run was asked for `mean="ranks"`.
+        The gradient is then the mean over the items of all ranks; see `poseidon.comm.counting` for accumulation. Where
+        nothing is said the rows of the model's first input count. No effect where the run was asked for `mean="ranks"`.
 
         Args:
             num_items: How many; 0 leaves this rank's gradient out.
@@ -455,6 +455,7 @@ class Run:
             for transfer in exchange.transfers:
                 self._wait(transfer)
             exchange.finish()
+        self.recorder.add_transfers([self._counting.transfer])
         self.recorder.add_transfers(t for exchange in self._finishing for t in exchange.transfers)
 
     def _postpone(self, deferral: Deferral) -> None:
