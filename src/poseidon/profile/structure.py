@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from poseidon.profile.graph import GradientStructure, LayerSpec, ModelProfile, TensorSpec
+from poseidon.profile.hook import inside_backward
 
 SAMPLED_ROWS = 8
 """Rows of a weight gradient that are compared with what the factors give."""
@@ -192,7 +193,7 @@ def layer_spec(name: str, module: nn.Module, parameters: dict[str, nn.Parameter]
 
 @dataclass
 class _Seen:
-    """What one backward pass showed of one layer."""
+    """What the backward passes before an exchange showed of one layer."""
 
     rows: int = 0
     itemsize: int = 0
@@ -207,7 +208,13 @@ class _Seen:
     """Of an embedding: the row numbers of each call."""
     has_other_rows: bool = False
     """Whether autograd gave something for rows that no call looked up."""
+    is_compared: bool = False
+    """Whether a whole backward pass lies behind: what further ones add to the gradient may come in another unit."""
     tolerance: float = 1e-3
+
+    def begin_call(self) -> None:
+        """The layer is called; once more after a backward pass if several are accumulated."""
+        self.is_compared = self.is_compared or (self.actual is not None and not inside_backward())
 
 
 @dataclass
@@ -251,6 +258,7 @@ class StepWatch:
     def _watch_factors(self, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor, seen: _Seen) -> None:
         if not output.requires_grad:
             return
+        seen.begin_call()
         x = (args[0] if args else kwargs["input"]).detach()
         out_features = output.shape[-1]
         if seen.sample is None:
@@ -261,8 +269,8 @@ class StepWatch:
         def take(gradient: torch.Tensor) -> None:
             seen.rows += gradient.numel() // out_features
             seen.itemsize = gradient.element_size()
-            if hasattr(module, "factor_math") or gradient.is_meta:
-                return  # its numbers mean nothing
+            if hasattr(module, "factor_math") or gradient.is_meta or seen.is_compared:
+                return  # its numbers mean nothing, or enough was compared
             factor = gradient.reshape(-1, out_features)[:, seen.sample].float()
             part = factor.t() @ x.reshape(-1, x.shape[-1]).float()
             seen.expected = part if seen.expected is None else seen.expected + part
@@ -273,6 +281,7 @@ class StepWatch:
     def _watch_rows(self, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor, seen: _Seen) -> None:
         if not output.requires_grad:
             return
+        seen.begin_call()
         indices = (args[0] if args else kwargs["input"]).detach()
         weight: Any = module.weight
         if indices.is_meta:  # which rows they are is not known: at most as many as there are lookups
@@ -290,7 +299,7 @@ class StepWatch:
         def take(gradient: torch.Tensor) -> None:
             seen.rows += rows.numel()
             seen.itemsize = gradient.element_size()
-            if seen.sample is not None and not gradient.is_meta:
+            if seen.sample is not None and not gradient.is_meta and not seen.is_compared:
                 hits = indices.reshape(1, -1) == seen.sample.view(-1, 1)
                 part = hits.float() @ gradient.reshape(hits.shape[1], -1).float()
                 seen.expected = part if seen.expected is None else seen.expected + part
@@ -309,7 +318,7 @@ class StepWatch:
             return
         if seen.looked_up:
             seen.has_other_rows = not bool(torch.isin(_rows_not_zero(gradient), torch.cat(seen.looked_up)).all())
-        if seen.sample is not None:
+        if seen.sample is not None and not seen.is_compared:
             seen.actual = _sampled(gradient, seen.sample)
 
     def profile(self, batch_size: int = 0) -> ModelProfile:
@@ -378,4 +387,5 @@ def merge(profiles: list[ModelProfile]) -> ModelProfile:
         else:
             seen = next((other for other in same if other.rows), layer)
             merged.append(seen.model_copy(update={"rows": rows}))
-    return profiles[0].model_copy(update={"layers": tuple(merged)})
+    accumulate = max(profile.accumulate for profile in profiles)
+    return profiles[0].model_copy(update={"layers": tuple(merged), "accumulate": accumulate})

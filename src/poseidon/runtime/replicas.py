@@ -1,22 +1,23 @@
-"""Replicas that start equal, and the proof that they still are."""
+"""Models and plans that are alike on every rank, and replicas that start equal."""
 
-import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import zip_longest
 
 import torch
 from torch import nn
 
 from poseidon.comm.group import Group
-from poseidon.errors import CommError, InfeasibleError
+from poseidon.errors import InfeasibleError
 from poseidon.plan import Plan
+from poseidon.runtime.drift import DriftCheck
 
 
-def describe_model(model: nn.Module) -> list[list[str]]:
+def describe_model(model: nn.Module, ignored: Container[str] = ()) -> list[list[str]]:
     """Name, shape, dtype and whether it is trained of every parameter and buffer, in order."""
     rows = [[name, _form(p), str(p.dtype), str(p.requires_grad)] for name, p in model.named_parameters()]
-    return rows + [[name, _form(b), str(b.dtype), "buffer"] for name, b in model.named_buffers()]
+    rows += [[name, _form(b), str(b.dtype), "buffer"] for name, b in model.named_buffers()]
+    return [row for row in rows if row[0] not in ignored]
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -25,13 +26,18 @@ def _form(tensor: torch.Tensor) -> str:
     return shape if tensor.is_contiguous() else f"{shape} with strides {tensor.stride()}"
 
 
-def check_same_model(model: nn.Module, group: Group) -> None:
+def check_same_model(model: nn.Module, group: Group, ignored: Container[str] = ()) -> None:
     """Compares the models of all ranks before anything depends on their being alike.
+
+    Args:
+        model: The root module.
+        group: The ranks.
+        ignored: Names of what stays each rank's own.
 
     Raises:
         InfeasibleError: They differ; the first difference is named.
     """
-    for rank, index, here, there in _differences(describe_model(model), group, "comparing the models"):
+    for rank, index, here, there in _differences(describe_model(model, ignored), group, "comparing the models"):
         raise InfeasibleError(
             f"the models differ between ranks, so they cannot train together: number {index} is "
             f"{_in_words(here)} on rank 0 and {_in_words(there)} on rank {rank}; "
@@ -82,16 +88,19 @@ def _in_words(row: list[str] | None) -> str:
     return f"{kind} {name!r} {shape} {dtype}"
 
 
-def broadcast_model(model: nn.Module, group: Group) -> None:
-    """Gives every rank rank 0's parameters and buffers, in place."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        broadcast_tensor(tensor, group)
+def broadcast_model(model: nn.Module, group: Group, ignored: Container[str] = ()) -> None:
+    """Gives every rank rank 0's parameters and buffers, in place, but for what is ignored."""
+    for name, tensor in model.named_parameters():
+        if name not in ignored:
+            broadcast_tensor(tensor, group)
+    broadcast_buffers(model, group, ignored)
 
 
-def broadcast_buffers(model: nn.Module, group: Group) -> None:
-    """Gives every rank rank 0's buffers, such as the running statistics of batch normalization."""
-    for tensor in model.buffers():
-        broadcast_tensor(tensor, group)
+def broadcast_buffers(model: nn.Module, group: Group, ignored: Container[str] = ()) -> None:
+    """Gives every rank rank 0's buffers, such as running statistics, by name, but for what is ignored."""
+    for name, tensor in model.named_buffers():
+        if name not in ignored:
+            broadcast_tensor(tensor, group)
 
 
 def broadcast_tensor(tensor: torch.Tensor, group: Group) -> None:
@@ -109,30 +118,6 @@ def broadcast_tensor(tensor: torch.Tensor, group: Group) -> None:
         data.copy_(copy)
 
 
-def hash_parameters(model: nn.Module) -> dict[str, str]:
-    """A digest of the bits of every parameter, by name."""
-    return {name: _digest(p.detach()) for name, p in model.named_parameters()}
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data.data, digest_size=16).hexdigest()
-
-
 def check_replicas(model: nn.Module, group: Group, step: int) -> None:
-    """Compares every parameter bit by bit over the ranks, by digest.
-
-    Raises:
-        CommError: They differ; the first parameter and the ranks that differ from rank 0 are named.
-    """
-    everyone = [
-        json.loads(text) for text in group.all_gather_text(json.dumps(hash_parameters(model)), "comparing replicas")
-    ]
-    for name, digest in everyone[0].items():
-        odd = [rank for rank, other in enumerate(everyone) if other.get(name) != digest]
-        if odd:
-            raise CommError(
-                f"the replicas have drifted apart after exchange {step}: parameter {name!r} on rank(s) "
-                f"{', '.join(map(str, odd))} differs from rank 0's; did something besides the optimizer "
-                "change it, or do the hosts compute differently (another processor or another number of threads)?"
-            )
+    """Stands for what is in `drift`."""
+    DriftCheck(model, None, group).compare(step)
