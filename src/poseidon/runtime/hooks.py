@@ -3,9 +3,14 @@
 The model's forward is seen by its own hooks. Backward begins when the gradient of the model's output arrives, or the
 first gradient of a parameter, and its end is a callback of the autograd engine: it runs inside `backward()`, so that
 all is done when that returns.
+
+A loop may also call the model's parts and never the model: `loss = model.training_step(batch)`. Then the outputs of
+those parts tell that backward begins, or what reentrant checkpointing computes once more: both are before it runs a
+backward pass of its own inside, whose end must not be taken for the end.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from poseidon.comm.capture import ModuleHook, Removable, accumulates, inside_backward
 from poseidon.errors import CommError
+from poseidon.profile.structure import compiled_blocks
 
 
 class PassHooks:
@@ -26,7 +32,7 @@ class PassHooks:
         on_forward: Called with True before and with False after each forward that builds a graph.
         on_backward_start: Called once when a backward pass begins.
         on_backward_end: Called inside `backward()` when autograd has finished.
-        on_backward_broken: Called at the next forward if an exception ended the backward pass before that.
+        on_backward_broken: Called at the next forward or backward if an exception ended the backward pass before that.
     """
 
     def __init__(
@@ -43,17 +49,22 @@ class PassHooks:
         self._on_start = on_backward_start
         self._on_end = on_backward_end
         self._on_broken = on_backward_broken
-        self.in_backward = False
-        """Whether a backward pass is under way, or broke off with an exception."""
+        self._end: weakref.ref[_PassEnd] | None = None
+        """Of the backward pass under way. Autograd holds it, and lets go of it when an exception ends the pass."""
         self._handles: list[Removable] = [
             model.register_forward_pre_hook(ModuleHook(self._before_forward)),
             model.register_forward_hook(ModuleHook(self._after_forward)),
+            *(part.register_forward_hook(ModuleHook(self._after_part)) for part in _parts(model)),
         ]
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way, or broke off with an exception."""
+        return self._end is not None
+
     def _before_forward(self, *_: Any) -> None:
-        if self.in_backward and not inside_backward():
-            self.in_backward = False
-            self._on_broken()
+        if not inside_backward():
+            self._check_broken()
         if torch.is_grad_enabled():
             self._on_forward(True)
 
@@ -61,9 +72,23 @@ class PassHooks:
         if not torch.is_grad_enabled():
             return
         self._on_forward(False)
+        self._watch(output)
+
+    def _after_part(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._watch(output)
+
+    def _watch(self, output: Any) -> None:
+        if inside_backward() and Variable._execution_engine.is_checkpoint_valid():
+            self.backward_is_under_way()
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._on_output_gradient)
+
+    def _check_broken(self) -> None:
+        if self._end is not None and self._end() is None:
+            self._end = None
+            self._on_broken()
 
     def _on_output_gradient(self, _: torch.Tensor) -> None:
         if not self.in_backward and self._accumulates():
@@ -78,14 +103,16 @@ class PassHooks:
 
     def backward_is_under_way(self) -> None:
         """Told by whatever notices first."""
-        if self.in_backward:
+        self._check_broken()
+        if self._end is not None:
             return
-        self.in_backward = True
+        end = _PassEnd(self._finish)
+        self._end = weakref.ref(end)
         self._on_start()
-        Variable._execution_engine.queue_callback(self._end)
+        Variable._execution_engine.queue_callback(end)
 
-    def _end(self) -> None:
-        self.in_backward = False
+    def _finish(self) -> None:
+        self._end = None
         self._on_end()
 
     def remove(self) -> None:
@@ -93,3 +120,27 @@ class PassHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+class _PassEnd:
+    """What autograd calls at the end of a backward pass, and holds until then."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        self._call()
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """What a loop may call in place of the model: its children, those in lists and dictionaries too; none compiled."""
+    compiled = {model.get_submodule(name) for name in compiled_blocks(model)}
+    return [] if model in compiled else [part for part in _children(model) if part not in compiled]
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _children(child)
+        else:
+            yield child
