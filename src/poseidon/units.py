@@ -30,7 +30,8 @@ _RATE = {
     **{f"{prefix}B/s": factor for prefix, factor in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9))},
 }
 _COMPUTE = {f"{prefix}FLOP/s": factor for prefix, factor in (("", 1.0), ("M", 1e6), ("G", 1e9), ("T", 1e12))}
-_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
+_CORES = {"%": 0.01, "cores": 1.0}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/%]*)\s*")
 
 
 def _parse(text: str | int | float, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
@@ -89,6 +90,18 @@ def parse_flops_per_s(text: str | int | float) -> float:
     return _parse(text, _COMPUTE, "compute rate", "120GFLOP/s")
 
 
+def parse_cores(text: str | int | float) -> float:
+    """Cores from text such as `40%` of one, or `1.5cores`; a bare number is cores already.
+
+    Raises:
+        ConfigError: The unit is missing or unknown, or nothing is left.
+    """
+    cores = _parse(text, _CORES, "share of a processor core", "40%")
+    if cores <= 0:
+        raise ConfigError(f"cannot use {text!r} as a share of a processor core: it must be above zero")
+    return cores
+
+
 def _largest(value: float, units: list[tuple[str, float]]) -> str:
     for unit, factor in units:
         if abs(value) >= factor * 0.9995:
@@ -123,6 +136,11 @@ def format_flops_per_s(value: float) -> str:
     return _largest(value, [("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("MFLOP/s", 1e6), ("FLOP/s", 1.0)])
 
 
+def format_cores(value: float) -> str:
+    """Text such as `40%`, of one core."""
+    return f"{value:.4g}cores" if value > 1 else f"{100 * value:.4g}%"
+
+
 def _as_validator(parse: Callable[[str | int | float], float]) -> BeforeValidator:
     def validate(text: str | int | float) -> float:
         try:
@@ -139,5 +157,7 @@ Bytes = Annotated[int, _as_validator(parse_bytes)]
 """A pydantic field in bytes that also takes `64MiB`."""
 Bandwidth = Annotated[float, _as_validator(parse_bandwidth)]
 """A pydantic field in bytes per second that also takes `10Gbit/s`."""
+Cores = Annotated[float, _as_validator(parse_cores)]
+"""A pydantic field in processor cores that also takes `40%`."""
 FlopsPerSecond = Annotated[float, _as_validator(parse_flops_per_s)]
 """A pydantic field in FLOPs per second that also takes `120GFLOP/s`."""

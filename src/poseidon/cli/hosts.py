@@ -15,11 +15,12 @@ from typing import Annotated
 import typer
 
 from poseidon.cluster.emulated import enter_user_namespace
-from poseidon.cluster.spec import ClusterSpec, LinkChange, parse_links
+from poseidon.cluster.spec import ClusterSpec, LinkChange, limit_cpus, parse_links
 from poseidon.comm.group import Group
 from poseidon.errors import ClusterError, PoseidonError
 from poseidon.launch.local import engine_for
 from poseidon.runtime import join
+from poseidon.units import format_cores
 
 HostsOption = Annotated[
     int | None, typer.Option(help="Emulated hosts on this machine, one rank on each.", min=1, show_default=False)
@@ -32,10 +33,18 @@ LinkOption = Annotated[
         show_default=False,
     ),
 ]
+CpuOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Part of a core that every emulated host may use, such as 40%, or one, such as host3=10%. Repeatable.",
+        show_default=False,
+    ),
+]
 ClusterOption = Annotated[
     Path | None,
     typer.Option(
-        help="A TOML file with hosts and links, or a preset's name, instead of the three above.", show_default=False
+        help="A TOML file with hosts and links, or a preset's name, instead of hosts, ranks, links and processors.",
+        show_default=False,
     ),
 ]
 AtOption = Annotated[
@@ -53,35 +62,51 @@ def is_worker() -> bool:
 
 
 def read_hosts(
-    hosts: int | None, procs_per_host: int, link: list[str] | None, cluster: Path | None
+    hosts: int | None,
+    procs_per_host: int,
+    link: list[str] | None,
+    cluster: Path | None,
+    cpu: list[str] | None = None,
 ) -> ClusterSpec | None:
     """The emulated hosts that the options ask for; None where they ask for none.
 
     Raises:
-        ConfigError: A rate or the file cannot be used.
+        ConfigError: A rate, a share of a core or the file cannot be used.
         ClusterError: An option names a host that is not there.
     """
     if cluster is not None:
-        if hosts is not None or link or procs_per_host != 1:
-            raise typer.BadParameter("the file says hosts, ranks and links already", param_hint="--cluster")
+        if hosts is not None or link or cpu or procs_per_host != 1:
+            raise typer.BadParameter("the file says hosts, ranks, links and processors already", param_hint="--cluster")
         return ClusterSpec.find(cluster)
     if hosts is None:
         if link:
             raise typer.BadParameter("a link needs emulated hosts: add --hosts", param_hint="--link")
+        if cpu:
+            raise typer.BadParameter("a part of a core needs emulated hosts: add --hosts", param_hint="--cpu")
         if procs_per_host != 1:
             raise typer.BadParameter("ranks need emulated hosts: add --hosts", param_hint="--procs-per-host")
         return None
-    return parse_links(link or [], num_hosts=hosts, num_ranks=procs_per_host)
+    return limit_cpus(parse_links(link or [], num_hosts=hosts, num_ranks=procs_per_host), cpu or [])
 
 
 def describe_links(spec: ClusterSpec | None) -> str | None:
-    """The rates as they were asked for, in one text."""
+    """The rates as they were asked for, and the limits of processor time if there are any, in one text."""
     if spec is None:
         return None
-    links = [str(host.link) for host in spec.hosts]
-    usual = max(links, key=links.count)
-    odd = [f"{host.name} {host.link}" for host in spec.hosts if str(host.link) != usual]
-    return ", ".join([usual, *odd])
+    parts = _usual_and_odd(spec, [str(host.link) for host in spec.hosts])
+    if any(host.cpu for host in spec.hosts):
+        parts += _usual_and_odd(spec, [_describe_cpu(host.cpu) for host in spec.hosts])
+    return ", ".join(parts)
+
+
+def _usual_and_odd(spec: ClusterSpec, texts: Sequence[str]) -> list[str]:
+    """What most hosts have, then by name the hosts that have something else."""
+    usual = max(texts, key=texts.count)
+    return [usual, *(f"{host.name} {text}" for host, text in zip(spec.hosts, texts, strict=True) if text != usual)]
+
+
+def _describe_cpu(cores: float | None) -> str:
+    return "all cores" if cores is None else f"{format_cores(cores)} of a core"
 
 
 def prepare() -> None:

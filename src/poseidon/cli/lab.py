@@ -7,10 +7,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from poseidon.cli.hosts import AtOption
+from poseidon.cli.hosts import AtOption, CpuOption
 from poseidon.cluster.emulated import EmulatedCluster, enter_user_namespace
 from poseidon.cluster.link_meter import LinkRates
-from poseidon.cluster.spec import ClusterSpec, LinkChange, parse_links
+from poseidon.cluster.spec import ClusterSpec, LinkChange, limit_cpus, parse_links
 from poseidon.errors import ClusterError
 from poseidon.launch.local import GRACE_S, LabEngine
 from poseidon.units import format_bandwidth, parse_seconds
@@ -35,10 +35,9 @@ def lab(
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(
-            help="A TOML file with hosts and links, or a preset, instead of --hosts, --procs-per-host and --link."
-        ),
+        typer.Option(help="A TOML file with hosts and links, or a preset, instead of the options above and --cpu."),
     ] = None,
+    cpu: CpuOption = None,
     at: AtOption = None,
     check: Annotated[bool, typer.Option("--check", help="Measure every link first, in both directions.")] = False,
     grace: Annotated[
@@ -52,13 +51,13 @@ def lab(
     """
     if not command and not check:
         raise typer.BadParameter("give a command after --, or --check", param_hint="COMMAND")
-    if cluster is not None and (hosts is not None or link or procs_per_host != 1):
-        raise typer.BadParameter("the file says hosts, ranks and links already", param_hint="--cluster")
-    spec = (
-        ClusterSpec.find(cluster)
-        if cluster is not None
-        else parse_links(link or [], num_hosts=2 if hosts is None else hosts, num_ranks=procs_per_host)
-    )
+    if cluster is not None and (hosts is not None or link or cpu or procs_per_host != 1):
+        raise typer.BadParameter("the file says hosts, ranks, links and processors already", param_hint="--cluster")
+    if cluster is not None:
+        spec = ClusterSpec.find(cluster)
+    else:
+        spec = parse_links(link or [], num_hosts=2 if hosts is None else hosts, num_ranks=procs_per_host)
+        spec = limit_cpus(spec, cpu or [])
     changes = [LinkChange.parse(text) for text in at or []]
     engine = LabEngine(spec, changes=changes, grace_s=parse_seconds(grace))
     enter_user_namespace()

@@ -29,6 +29,7 @@ def spawn(
     cwd: str | None = None,
     output: int | IO[bytes] = subprocess.PIPE,
     pass_fds: Sequence[int] = (),
+    cgroup: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts a command in a process group of its own that ends, at the latest, with the calling thread.
 
@@ -38,8 +39,9 @@ def spawn(
         cwd: The folder to run in; None for the calling thread's.
         output: Where standard output and error go, one after the other as written.
         pass_fds: Descriptors that it inherits under the same numbers, beside the three standard ones.
+        cgroup: Folder of the control group that it runs in; None for this process's own.
     """
-    tied = [*_PLAIN_PYTHON, str(_HERE / "_tied.py"), str(os.getpid()), *command]
+    tied = [*_PLAIN_PYTHON, str(_HERE / "_tied.py"), str(os.getpid()), str(cgroup or ""), *command]
     return subprocess.Popen(
         tied,
         env=env,
@@ -59,20 +61,23 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
 
 
 class Keeper:
-    """A process that kills what it was told about when it is closed or when this process dies."""
+    """A process that ends what it was told about when it is closed or when this process dies."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [*_PLAIN_PYTHON, str(_HERE / "_keeper.py")], stdin=subprocess.PIPE, start_new_session=True
         )
 
-    def keep(self, kind: Literal["group", "net"], number: int) -> None:
-        """Puts a process group, or the processes in the network namespace with an inode, under its care."""
-        self._tell(f"+{kind} {number}")
+    def keep(self, kind: Literal["group", "net", "cgroup"], which: int | Path) -> None:
+        """Takes charge of a process group, the processes in a network namespace, or a control group's folder.
 
-    def forget(self, kind: Literal["group", "net"], number: int) -> None:
+        Processes are killed, of the namespace with an inode; then the folder is removed.
+        """
+        self._tell(f"+{kind} {which}")
+
+    def forget(self, kind: Literal["group", "net"], which: int) -> None:
         """Takes it from its care again."""
-        self._tell(f"-{kind} {number}")
+        self._tell(f"-{kind} {which}")
 
     def close(self) -> None:
         """Kills what is left and waits until it is gone.

@@ -1,5 +1,7 @@
 """Several hosts on this machine: network namespaces joined by a bridge, each link shaped in both directions.
 
+A host may be limited to a part of the processors too.
+
 Comes in: a `ClusterSpec`. Goes out: an `EmulatedCluster`, in whose hosts commands and functions run, and whose links
 can be measured, slowed down, cut and restored meanwhile. Nothing appears in the namespace that this process runs in:
 the bridge has one of its own.
@@ -18,6 +20,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from pyroute2 import IPRoute, NetlinkError
 
 from poseidon.cluster.children import Keeper, spawn
+from poseidon.cluster.cpu_quota import make_cpu_group
 from poseidon.cluster.link_meter import LinkRates, measure_rate
 from poseidon.cluster.namespaces import NetworkNamespace, enter_user_namespace, replace_file, why_no_namespaces
 from poseidon.cluster.spec import ClusterSpec, LinkChange
@@ -80,7 +83,8 @@ class EmulatedCluster:
     Methods may be called from any thread. Latency in the specification is not emulated.
 
     Raises:
-        ClusterError: The system does not allow namespaces, or its kernel lacks bridge, veth or tbf.
+        ClusterError: The system does not allow namespaces, or its kernel lacks bridge, veth or tbf; or a host is to
+            have a part of the processors, and the system does not allow control groups.
     """
 
     def __init__(self, spec: ClusterSpec) -> None:
@@ -88,6 +92,7 @@ class EmulatedCluster:
         self._addresses = {host.name: str(_NETWORK[i + 1]) for i, host in enumerate(spec.hosts)}
         self._spec = spec
         self._hosts: dict[str, NetworkNamespace] = {}
+        self._cpu_groups: dict[str, Path] = {}
         self._bridge: NetworkNamespace | None = None
         self._open = ExitStack()
         for link in self._links.values():
@@ -124,7 +129,8 @@ class EmulatedCluster:
             env: The whole environment; None for this process's own.
             output: Where standard output and error go together, as for `subprocess.Popen`.
         """
-        return self._at(host).call(spawn, command, env=env, cwd=os.getcwd(), output=output)
+        cgroup = self._cpu_groups.get(host)
+        return self._at(host).call(spawn, command, env=env, cwd=os.getcwd(), output=output, cgroup=cgroup)
 
     def run(self, host: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a function in a thread whose sockets are the host's, and returns what it returns."""
@@ -192,6 +198,9 @@ class EmulatedCluster:
             for host in self._spec.hosts:
                 namespace = self._hosts[host.name] = _opened(NetworkNamespace(host.name), namespaces)
                 keeper.keep("net", namespace.inode)
+                if host.cpu is not None:
+                    group = self._cpu_groups[host.name] = make_cpu_group(host.name, host.cpu)
+                    keeper.keep("cgroup", group)
                 what, port = f"make {host.name}", self._port(host.name)
                 _configure(what, self._switch.call, _plug_in, port, namespace.fd, host.link.down)
                 _configure(what, namespace.call, _set_up_host, self.address(host.name), host.link.up)
@@ -205,6 +214,7 @@ class EmulatedCluster:
         """Kills what runs in the hosts and lets them go."""
         self._open.close()
         self._hosts.clear()
+        self._cpu_groups.clear()
         self._bridge = None
 
     @property

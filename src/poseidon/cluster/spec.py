@@ -1,7 +1,7 @@
 """The hosts of a cluster and their links, as a person writes them down; data only.
 
-Comes in: a TOML file, or the options `--hosts`, `--link` and `--at`. Goes out: a `ClusterSpec`, and the `LinkChange`s
-that a link goes through while a command runs.
+Comes in: a TOML file, or the options `--hosts`, `--link`, `--cpu` and `--at`. Goes out: a `ClusterSpec`, and the
+`LinkChange`s that a link goes through while a command runs.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,18 @@ from pydantic import Field, model_validator
 from poseidon.artifact import Artifact, Value
 from poseidon.cluster.measurements import Interface, Measurements
 from poseidon.errors import ClusterError, ConfigError
-from poseidon.units import Bandwidth, Bytes, FlopsPerSecond, Seconds, format_bandwidth, parse_bandwidth, parse_seconds
+from poseidon.units import (
+    Bandwidth,
+    Bytes,
+    Cores,
+    FlopsPerSecond,
+    Seconds,
+    format_bandwidth,
+    format_cores,
+    parse_bandwidth,
+    parse_cores,
+    parse_seconds,
+)
 
 _PRESETS = Path(__file__).parent / "presets"
 _MOST_HOSTS = 250
@@ -102,6 +113,8 @@ class Host(Value):
     """Processes that train on it; they share its link."""
     device: Device | None = None
     """What each of its ranks computes on; None where nobody said."""
+    cpu: Cores | None = None
+    """Processor cores that all its processes together may use where it is emulated; None for no limit."""
     inner_bandwidth: Bandwidth | None = None
     """Bytes per second that a rank sends to another of the same host; None where nobody said."""
     interface: Interface | None = None
@@ -184,6 +197,15 @@ class ClusterSpec(Artifact):
         changed = self.host(name).model_copy(update={"link": link})
         return self.model_copy(update={"hosts": tuple(changed if h.name == name else h for h in self.hosts)})
 
+    def with_cpu(self, name: str, cores: float) -> Self:
+        """The same cluster with a limit on the processor time of one emulated host.
+
+        Raises:
+            ClusterError: No host is named so.
+        """
+        changed = self.host(name).model_copy(update={"cpu": cores})
+        return self.model_copy(update={"hosts": tuple(changed if h.name == name else h for h in self.hosts)})
+
 
 class LinkChange(Value):
     """What happens to one link at one moment of a run."""
@@ -248,4 +270,26 @@ def parse_links(texts: Iterable[str], *, num_hosts: int, num_ranks: int = 1, def
     spec = ClusterSpec.uniform(num_hosts=num_hosts, bandwidth=everyone.up, num_ranks=num_ranks)
     for host, link in links.items():
         spec = spec.with_link(host, link)
+    return spec
+
+
+def limit_cpus(spec: ClusterSpec, texts: Iterable[str]) -> ClusterSpec:
+    """The same cluster, its processor time limited by options: `40%` of a core for each host, `host3=10%` for one.
+
+    Raises:
+        ConfigError: A share cannot be read, or is given twice.
+        ClusterError: An option names a host that is not there.
+    """
+    limits: dict[str, float] = {}
+    for text in texts:
+        host, _, share = text.rpartition("=")
+        if host in limits:
+            raise ConfigError(
+                f"cannot use {text!r}: {host or 'every host'} already has {format_cores(limits[host])} of a core"
+            )
+        limits[host] = parse_cores(share)
+    if (everyone := limits.pop("", None)) is not None:
+        limits = {host.name: everyone for host in spec.hosts} | limits
+    for host, cores in limits.items():
+        spec = spec.with_cpu(host, cores)
     return spec

@@ -15,7 +15,7 @@ from typing import Self
 from poseidon.cluster.children import Keeper, spawn
 from poseidon.cluster.emulated import INTERFACE, EmulatedCluster, why_unavailable
 from poseidon.cluster.spec import ClusterSpec, LinkChange
-from poseidon.errors import LaunchError
+from poseidon.errors import ClusterError, LaunchError
 from poseidon.launch.engine import Engine, OnLine, RankPlace
 from poseidon.launch.ranks import RankProcess, Supervision
 
@@ -128,10 +128,15 @@ def engine_for(
     Returns:
         A `LabEngine` for a cluster. Where this process cannot emulate hosts, a `LoopbackEngine` with as many ranks, and
         a line for the user that says so.
+
+    Raises:
+        ClusterError: A host is to have a part of the processors, and this process cannot emulate hosts.
     """
     if cluster is None:
         return LoopbackEngine(num_ranks, grace_s=grace_s), None
     reason = why_unavailable()
+    if reason is not None and any(host.cpu for host in cluster.hosts):
+        raise ClusterError(f"cannot limit the processor time of hosts: {reason}")
     if reason is None:
         return LabEngine(cluster, changes=changes, grace_s=grace_s), None
     warning = (
