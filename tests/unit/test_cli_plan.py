@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from poseidon.cli.main import app
 from poseidon.cli.plan import read_overrides
+from poseidon.cluster.spec import ClusterSpec
 from poseidon.errors import ConfigError, InfeasibleError, PoseidonError
 from poseidon.plan import Plan
 from poseidon.profile.graph import ModelProfile
@@ -131,3 +132,25 @@ def test_a_missing_package_is_named_with_its_extra(name, package, tmp_path, monk
     monkeypatch.setattr(speedup, "import_module", refuse)
     with pytest.raises(ConfigError, match=rf"cannot draw without {package}.*poseidon-dl\[report\]"):
         speedup.check_plot(tmp_path / name)
+
+
+def test_passes_are_accumulated_where_that_is_asked_for(profile, tmp_path):
+    output = run("plan", profile, "--hosts", "4", "--links", "1Gbit/s", "--accumulate", "64", "-o", tmp_path / "p.json")
+    plan = Plan.load(tmp_path / "p.json")
+    assert plan.profile.accumulate == 64
+    assert plan.schemes["fc"].kind == "all_reduce"
+    assert "64 backward passes to one exchange" in " ".join(output.split())
+    assert f"{64 * 32} samples a rank" in " ".join(output.split())
+    cluster = tmp_path / "lab.toml"
+    ClusterSpec.uniform(num_hosts=4, bandwidth=1.25e8).save(cluster)
+
+    def rate(*options):
+        line = next(
+            x
+            for x in run("simulate", tmp_path / "p.json", "--cluster", cluster, *options).splitlines()
+            if "samples/s" in x
+        )
+        return float(line.split()[0].replace(",", ""))
+
+    assert rate() == rate("--accumulate", "64")
+    assert rate("--accumulate", "1") < rate(), "an exchange after every pass"

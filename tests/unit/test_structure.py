@@ -197,3 +197,31 @@ def test_ranks_are_merged_to_the_most_rows_and_the_least_structure():
     assert merge([profile(inside, 2), profile(outside, 4)]).layers[0].structure == "dense"
     one_rank_without = merge([profile(inside, 2), profile(without, 4)])
     assert {layer.name: layer.rows for layer in one_rank_without.layers} == {"fc": 2, "table": 3}
+
+
+# Accumulation
+
+
+def test_rows_are_those_of_all_passes_and_their_units_may_differ():
+    """Between two passes of unequal batches what has accumulated is brought into the unit of the next one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+    watch = StepWatch(model)
+    model(torch.randn(5, 6)).square().mean().backward()
+    for parameter in model.parameters():
+        parameter.grad.mul_(5 / 2)
+    model(torch.randn(2, 6)).square().mean().backward()
+    profile = watch.profile(7)
+    assert [layer.structure for layer in profile.layers] == [GradientStructure.OUTER_PRODUCT] * 2
+    assert [layer.rows for layer in profile.layers] == [7, 7]
+
+
+def test_a_use_outside_the_module_is_seen_in_the_first_of_several_passes():
+    model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4))
+    watch = StepWatch(model)
+    for _ in range(2):
+        (model(torch.randn(5, 6)).square().mean() + model[0].weight.square().sum()).backward()
+    assert [layer.structure for layer in watch.profile(10).layers] == [
+        GradientStructure.DENSE,
+        GradientStructure.OUTER_PRODUCT,
+    ]

@@ -156,6 +156,11 @@ class DepartureWatch:
         return departure
 
 
+def passes_in(step: Step) -> int:
+    """How many backward passes a rank made up to its exchange: more than one where the loop accumulates."""
+    return sum(1 for interval in step.intervals if interval.activity is Activity.BACKWARD)
+
+
 def step_seconds(readings: Sequence[Reading]) -> float:
     """All ranks take a step together; where one was held up outside of it, the others count."""
     return median(reading.step for reading in readings)

@@ -1,8 +1,9 @@
 """The first steps of a run, as plain all-reduce: what its gradients are made of and where its seconds go.
 
 The first step shows the structure of each gradient and the number of rows, those after it the seconds of each layer.
-Transfers wait for the end of backward meanwhile, so that computing is seen by itself. What the ranks saw becomes one
-profile, and one factor for each rank: how many times the profile's seconds it needs.
+Transfers wait for the end of backward meanwhile, so that computing is seen by itself. A step ends with an exchange:
+where the loop accumulates, it is all passes since the one before. What the ranks saw becomes one profile, and one
+factor for each rank: how many times the profile's seconds it needs.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from poseidon.profile.measure import LayerTimer
 from poseidon.profile.structure import StepWatch, merge
 from poseidon.profile.timer import AroundCalls
 from poseidon.runtime.attach import Run
-from poseidon.runtime.departure import Reading
+from poseidon.runtime.departure import Reading, passes_in
 from poseidon.timeline import Activity, Step
 
 OBSERVED_STEPS = 4
@@ -60,7 +61,9 @@ class Observation:
     def is_over(self) -> bool:
         """After each exchange: whether enough was seen."""
         if self._watch is not None:
-            self._structure, self._watch = self._watch.profile(self._batch_size), None
+            num_passes = max(1, passes_in(self._steps[0]))
+            structure = self._watch.profile(num_passes * self._batch_size)
+            self._structure, self._watch = structure.model_copy(update={"accumulate": num_passes}), None
             self._root.remove()
         return len(self._steps) >= OBSERVED_STEPS
 
@@ -81,7 +84,7 @@ class Observation:
         assert structure is not None
         texts = group.all_gather_text(structure.to_json(), "gathering what was observed")
         profile = merge([ModelProfile.parse(text, source="what a rank observed") for text in texts])
-        mine = self._timer.apply(profile) if self._timer.num_steps > 1 else profile
+        mine = _of_one_pass(self._timer.apply(profile)) if self._timer.num_steps > 1 else profile
         mine = mine.model_copy(update=self._between_passes())
         texts = group.all_gather_text(mine.to_json(), "gathering the layers' seconds")
         return combine([ModelProfile.parse(text, source="what a rank timed") for text in texts])
@@ -137,6 +140,15 @@ def combine(profiles: Sequence[ModelProfile]) -> Observed:
 
 def _median_layer(layers: Sequence[LayerSpec]) -> LayerSpec:
     return layers[0].model_copy(update={name: median(getattr(layer, name) for layer in layers) for name in _SECONDS})
+
+
+def _of_one_pass(profile: ModelProfile) -> ModelProfile:
+    """With the activations of one of the passes that were seen."""
+    layers = [
+        layer.model_copy(update={"activation_num_bytes": layer.activation_num_bytes // profile.accumulate})
+        for layer in profile.layers
+    ]
+    return profile.model_copy(update={"layers": tuple(layers)})
 
 
 def _outside_seconds(step: Step) -> float:
