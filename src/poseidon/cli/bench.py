@@ -19,6 +19,7 @@ from poseidon.artifact import write_whole
 from poseidon.cli.contenders import ALONE, CONTENDERS, OURS, Racer, Start, check_names
 from poseidon.cli.hosts import (
     ClusterOption,
+    CpuOption,
     HostsOption,
     LinkOption,
     ProcsPerHostOption,
@@ -62,6 +63,7 @@ def bench(
     hosts: HostsOption = None,
     procs_per_host: ProcsPerHostOption = 1,
     link: LinkOption = None,
+    cpu: CpuOption = None,
     cluster: ClusterOption = None,
     against: Annotated[
         str, typer.Option(help="Others, with commas: ddp, or a scheme for every layer that can use it.")
@@ -84,7 +86,7 @@ def bench(
 
     torchrun --nnodes 2 … -m poseidon bench fashion-mnist
     """
-    spec = read_hosts(hosts, procs_per_host, link, cluster)
+    spec = read_hosts(hosts, procs_per_host, link, cluster, cpu)
     names = check_names([name.strip() for name in against.split(",") if name.strip()])
     if alone and spec is not None and spec.num_ranks > 1:
         raise ConfigError(f"cannot race one process on {spec.num_ranks} ranks: --alone goes with one host")

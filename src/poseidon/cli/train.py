@@ -14,6 +14,7 @@ from poseidon.auto import distribute
 from poseidon.cli.hosts import (
     AtOption,
     ClusterOption,
+    CpuOption,
     HostsOption,
     LinkOption,
     ProcsPerHostOption,
@@ -51,6 +52,7 @@ def train(
     hosts: HostsOption = None,
     procs_per_host: ProcsPerHostOption = 1,
     link: LinkOption = None,
+    cpu: CpuOption = None,
     cluster: ClusterOption = None,
     at: AtOption = None,
     plan: Annotated[str, typer.Option(help="auto, all_reduce, or a plan's file.")] = "auto",
@@ -85,7 +87,7 @@ def train(
     """
     check_allowed(allow)
     changes = [LinkChange.parse(text) for text in at or []]
-    spec = read_hosts(hosts, procs_per_host, link, cluster)
+    spec = read_hosts(hosts, procs_per_host, link, cluster, cpu)
     if changes and spec is None:
         raise typer.BadParameter("links that change need emulated hosts: add --hosts", param_hint="--at")
     if tensorboard and out is None:
