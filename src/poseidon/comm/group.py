@@ -108,8 +108,19 @@ class Pending:
         self.keep.clear()
 
 
+@dataclass
+class Traffic:
+    """What a group and its siblings have done together."""
+
+    bytes_sent: int = 0
+    num_exchanges: int = 0
+
+
 class Group:
     """The ranks that train together, and the connections between them.
+
+    One run works on a group at a time. Each further one works on a sibling: the same ranks over connections of their
+    own, so that nothing depends on the order in which two runs send.
 
     Args:
         groups: torch process groups over the same ranks; each has connections of its own. Large tensors are split over
@@ -132,9 +143,12 @@ class Group:
         self.world_size = self._groups[0].size() if self._groups else 1
         self.layout = Layout(tuple(map(tuple, hosts)) or tuple((rank,) for rank in range(self.world_size)))
         self._lanes: list[dist.ProcessGroup | None] = []
-        self.bytes_sent = 0
-        self.num_exchanges = 0
-        """How many exchanges of gradients lie behind this rank, over all runs."""
+        self.root = self
+        """The group whose sibling this is; itself where it is none's."""
+        self._siblings: list[Group] = []
+        self._side: Group | None = None
+        self._has_run = False
+        self._traffic = Traffic()
         self.takes_short_messages = not self._groups or self._groups[0].name() == "gloo"
         """A receive may be posted with a larger buffer than the message: gloo yes, NCCL no."""
 
@@ -159,7 +173,72 @@ class Group:
 
     def close(self) -> None:
         """Lets go of the process groups: while something holds them, their threads outlive the interpreter's end."""
+        for sibling in self._siblings:
+            sibling.close()
+        self._siblings, self._side = [], None
         self._groups, self._lanes = [], []
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload that this rank has sent, over this group and its siblings together."""
+        return self._traffic.bytes_sent
+
+    @bytes_sent.setter
+    def bytes_sent(self, num_bytes: int) -> None:
+        self._traffic.bytes_sent = num_bytes
+
+    @property
+    def num_exchanges(self) -> int:
+        """How many exchanges of gradients lie behind this rank, over all runs of this group and its siblings."""
+        return self._traffic.num_exchanges
+
+    @num_exchanges.setter
+    def num_exchanges(self, count: int) -> None:
+        self._traffic.num_exchanges = count
+
+    def take_for_run(self) -> "Group":
+        """The group that one more run is to work on: this one where it is free, else a new sibling of it.
+
+        Called on all ranks together, as `return_from_run`.
+        """
+        group = self._sibling(self.max_connections) if self._has_run else self
+        group._has_run = True
+        return group
+
+    def return_from_run(self, *, failed: bool = False) -> None:
+        """The run has ended: this group is free again or, if it is a sibling, gone.
+
+        Args:
+            failed: Whether an exchange has; then connections stay open, as nothing can end what is under way on them.
+        """
+        self._has_run = False
+        if self.root is not self and self._groups and not failed:
+            self.barrier()
+            groups = [group for group in (*self._groups, *self._lanes) if isinstance(group, dist.ProcessGroup)]
+            self.root._siblings.remove(self)
+            self.close()
+            for group in groups:
+                dist.destroy_process_group(group)
+
+    def side(self) -> "Group":
+        """A sibling for what the training thread sends while transfers are under way; one for all runs.
+
+        Where it does not exist yet it is made, by all ranks together.
+        """
+        root = self.root
+        if root._side is None:
+            root._side = root._sibling(1)
+        return root._side
+
+    def _sibling(self, num_connections: int) -> "Group":
+        made: list[dist.ProcessGroup] = []
+        if self._groups:
+            ranks = dist.get_process_group_ranks(self._groups[0])
+            made = [group for group in (dist.new_group(ranks) for _ in range(num_connections)) if group is not None]
+        sibling = Group(made, liveness=self.liveness, hosts=self.layout.hosts)
+        sibling.root, sibling._traffic = self.root, self._traffic
+        self.root._siblings.append(sibling)
+        return sibling
 
     def join_lanes(self) -> None:
         """Makes the connections across hosts that `all_reduce_in_lane` uses; on all ranks together, once."""

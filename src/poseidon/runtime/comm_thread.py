@@ -106,15 +106,20 @@ class CommThread:
                 "empty_step())"
             )
 
-    def wait_for(self, pending: Pending, name: str) -> None:
+    def wait_for(self, pending: Pending, name: str, *, in_step: bool = False) -> None:
         """Blocks the training thread until what it has issued itself, outside the schedule, has ended.
+
+        Args:
+            pending: What it has issued.
+            name: As messages have it.
+            in_step: Whether every rank takes part in it before it goes on to the next exchange.
 
         Raises:
             CommError: As `wait`.
             PeerLostError: As `wait`.
         """
         transfer = Transfer(name, lambda: pending)
-        transfer.scheduled = False
+        transfer.scheduled = in_step
         transfer.issue()
         self._started[0].put(transfer)
         self.wait(transfer)
