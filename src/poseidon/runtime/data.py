@@ -5,8 +5,10 @@ local_batch_size`. Each rank takes its contiguous part of each. So N ranks see, 
 one process with N times the batch would see; nothing is padded, repeated or left out.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from poseidon.errors import ConfigError
+from poseidon.runtime.portions import cut
+from poseidon.runtime.seeding import draws_of
 from poseidon.tasks.task import Batch, Samples
 
 
@@ -21,13 +25,18 @@ from poseidon.tasks.task import Batch, Samples
 class Share:
     """One rank's part of one global batch."""
 
-    step: int
-    """Position of the global batch in its epoch."""
+    start: int
+    """How many samples of the epoch come before the global batch."""
     indices: tuple[int, ...]
     """The rank's samples; none when the last global batch has fewer samples than there are ranks."""
     global_count: int
     """Samples of all ranks together, at least one."""
     world_size: int
+
+    @property
+    def end(self) -> int:
+        """How many samples of the epoch lie behind all ranks once the global batch does."""
+        return self.start + self.global_count
 
     @property
     def weight(self) -> float:
@@ -53,9 +62,16 @@ class Shares:
     rank: int
     world_size: int
     local_batch_size: int
-    """Samples per rank and step."""
+    """Samples per rank and step, the mean over the ranks."""
     seed: int | None = None
     """Of the order, which is another one in each epoch; None keeps the data set's own order."""
+    portions: tuple[float, ...] | None = None
+    """How much of each global batch each rank takes, in relation to the others; None for equal parts.
+
+    No rank goes without a sample in a batch that has enough for all.
+    """
+    drop_last: bool = False
+    """Whether an epoch ends before a last global batch that is not full."""
 
     def __post_init__(self) -> None:
         """Refuses what would deal samples twice or never."""
@@ -67,6 +83,11 @@ class Shares:
             raise ConfigError(f"cannot make batches of {self.local_batch_size} samples per rank: use 1 or more")
         if self.seed is not None and self.seed < 0:
             raise ConfigError(f"cannot shuffle with the seed {self.seed}: use 0 or more")
+        if self.portions is not None and len(self.portions) != self.world_size:
+            raise ConfigError(
+                f"cannot deal samples by {len(self.portions)} portions to {self.world_size} ranks: give one for each"
+            )
+        self.parts(self.global_batch_size)  # refuses portions that cannot be cut by
 
     @property
     def global_batch_size(self) -> int:
@@ -76,30 +97,103 @@ class Shares:
     @property
     def num_steps(self) -> int:
         """Steps per epoch, the same on every rank."""
-        return -(-self.num_samples // self.global_batch_size)
+        full, more = divmod(self.num_samples, self.global_batch_size)
+        return full + (more > 0 and not self.drop_last)
 
     def epoch(self, epoch: int = 0, *, start: int = 0) -> Iterator[Share]:
-        """The rank's share of each global batch of an epoch, from step `start` on, as if it had begun with step 0."""
-        order = self._order(epoch)
-        for step in range(start, self.num_steps):
-            global_batch = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
-            yield Share(
-                step=step,
-                indices=tuple(self._part(global_batch).tolist()),
-                global_count=len(global_batch),
-                world_size=self.world_size,
-            )
+        """The rank's share of each global batch of an epoch.
 
-    def _order(self, epoch: int) -> np.ndarray:
+        Args:
+            epoch: Which one.
+            start: How many of its samples all ranks together have seen already; an epoch that was begun by another
+                number of ranks goes on with the samples that are left, in the same order.
+        """
+        order = self.order(epoch)
+        while count := self.count(start):
+            yield self.share(order, start, self.parts(count))
+            start += count
+
+    def count(self, start: int) -> int:
+        """Samples of the global batch that begins at place `start` of an epoch; none at its end."""
+        left = self.num_samples - start
+        if self.drop_last and left < self.global_batch_size:
+            return 0
+        return max(0, min(self.global_batch_size, left))
+
+    def share(self, order: np.ndarray, start: int, parts: Sequence[int]) -> Share:
+        """The rank's part of the global batch that begins at place `start` of an order, cut in `parts`."""
+        first = start + sum(parts[: self.rank])
+        return Share(
+            start=start,
+            indices=tuple(order[first : first + parts[self.rank]].tolist()),
+            global_count=sum(parts),
+            world_size=self.world_size,
+        )
+
+    def order(self, epoch: int = 0) -> np.ndarray:
+        """All samples as they come in an epoch, the same on every rank."""
         if self.seed is None:
             return np.arange(self.num_samples)
         return np.random.default_rng((self.seed, epoch)).permutation(self.num_samples)
 
-    def _part(self, global_batch: np.ndarray) -> np.ndarray:
-        """The rank's contiguous part; where the batch does not divide, the first ranks have one sample more."""
-        size, more = divmod(len(global_batch), self.world_size)
-        start = self.rank * size + min(self.rank, more)
-        return global_batch[start : start + size + (self.rank < more)]
+    def parts(self, count: int) -> tuple[int, ...]:
+        """How many of `count` samples each rank takes; where they do not divide, the first ranks have one more."""
+        return _parts(count, self.portions or (1.0,) * self.world_size)
+
+
+@lru_cache(maxsize=16)
+def _parts(count: int, portions: tuple[float, ...]) -> tuple[int, ...]:
+    return keep_in_step(cut(count, portions))
+
+
+def keep_in_step(parts: Sequence[int]) -> tuple[int, ...]:
+    """The same parts, but no rank goes without a sample while others have two: all have equally many batches."""
+    parts = list(parts)
+    while 0 in parts and max(parts) > 1:
+        parts[parts.index(max(parts))] -= 1
+        parts[parts.index(0)] += 1
+    return tuple(parts)
+
+
+class Batches:
+    """Loads the samples of shares through one `DataLoader`, in one pass after another.
+
+    Neither the order nor the global random state of torch depends on the loader, so a run that is resumed sees and
+    draws what the uninterrupted one would have. A share is asked for when its samples begin to be loaded, which with
+    workers is up to `num_workers * prefetch_factor` shares early.
+
+    Args:
+        dataset: Map-style.
+        collate: From a list of samples to a batch, as a Task has it.
+        sample_seed: Makes what a data set draws at random for a sample depend on this seed, the epoch and the sample
+            only; None leaves the draws to the global generators.
+        options: Of the `DataLoader`, such as `num_workers`.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        collate: Callable[[list[Any]], Any],
+        sample_seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._dealer = _Dealer()
+        self._loader: DataLoader[Any] = DataLoader(
+            _Picked(dataset, sample_seed),
+            batch_sampler=cast("Any", self._dealer),
+            collate_fn=_CollateIfAny(collate),
+            **{"generator": torch.Generator(), **options},
+        )
+
+    def load(self, shares: Iterable[Share], *, epoch: int = 0) -> Iterator[tuple[Share, Any]]:
+        """Each share with its batch, or with None where the rank has no sample in this step.
+
+        A pass that is not finished ends when another one begins.
+        """
+        self._dealer.begin(shares, epoch)
+        for batch in self._loader:
+            yield self._dealer.dealt.popleft(), batch
 
 
 def batches(
@@ -110,30 +204,54 @@ def batches(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Iterator[tuple[Share, Batch | None]]:
-    """Loads the samples of each share.
+    """Loads the samples of each share, once: see `Batches`."""
+    return Batches(dataset, collate=collate, num_workers=num_workers, pin_memory=pin_memory).load(shares)
 
-    Neither the order nor the global random state of torch depends on the loader, so a run that is resumed sees and
-    draws what the uninterrupted one would have.
 
-    Args:
-        dataset: Map-style, of fixed length.
-        shares: As `Shares.epoch` deals them.
-        collate: From a list of samples to a batch, as a Task has it.
-        num_workers: Processes that load ahead; 0 loads in this one.
-        pin_memory: Copy batches to page-locked memory, from which a copy to a GPU can overlap with compute.
+class _Dealer:
+    """Tells a `DataLoader` what to load, and keeps the shares that it has begun to load."""
 
-    Yields:
-        Each share with its batch, or with None where the rank has no sample in this step.
-    """
-    shares = tuple(shares)
-    loader: DataLoader[Any] = DataLoader(
-        cast("Dataset[Any]", dataset),
-        batch_sampler=[list(share.indices) for share in shares if share.indices],
-        collate_fn=collate,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),
-    )
-    loaded = iter(loader)
-    for share in shares:
-        yield share, next(loaded) if share.indices else None
+    def __init__(self) -> None:
+        self.dealt: deque[Share] = deque()
+        self._shares: Iterable[Share] = ()
+        self._epoch = 0
+
+    def begin(self, shares: Iterable[Share], epoch: int) -> None:
+        self.dealt = deque()
+        self._shares, self._epoch = shares, epoch
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        for share in self._shares:
+            self.dealt.append(share)
+            yield self._epoch, share.indices
+
+
+class _Picked(Dataset[Any]):
+    """The samples of a share, in the process that loads them."""
+
+    def __init__(self, dataset: Samples, sample_seed: int | None) -> None:
+        self.dataset = dataset
+        self._sample_seed = sample_seed
+
+    def __getitems__(self, asked: tuple[int, tuple[int, ...]]) -> list[Any]:
+        epoch, indices = asked
+        if self._sample_seed is not None:
+            return [self._with_own_draws(self._sample_seed, epoch, index) for index in indices]
+        get_many = getattr(self.dataset, "__getitems__", None)
+        if get_many and indices:
+            return list(get_many(list(indices)))
+        return [self.dataset[index] for index in indices]
+
+    def _with_own_draws(self, seed: int, epoch: int, index: int) -> Any:
+        with draws_of(seed, epoch, index):
+            return self.dataset[index]
+
+
+@dataclass(frozen=True)
+class _CollateIfAny:
+    """Leaves out the batch of a share without samples."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.collate(samples) if samples else None
