@@ -189,3 +189,10 @@ def uniform_plan(
             "wait_free": wait_free,
         }
     )
+
+
+def label(scheme: CommScheme) -> str:
+    """What tables and choices call a scheme: its kind, and what makes it other than plain."""
+    fields = type(scheme).model_fields
+    odd = [f"{name}={value}" for name, value in scheme if value != fields[name].default]
+    return f"{scheme.kind}({', '.join(odd)})" if odd else scheme.kind

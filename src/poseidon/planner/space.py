@@ -20,6 +20,7 @@ from poseidon.comm import SCHEMES, CommScheme, SparseRows
 from poseidon.comm.sharded_server import ELEMENTWISE
 from poseidon.errors import ConfigError
 from poseidon.plan import Plan
+from poseidon.plan import label as label
 from poseidon.planner.rules import CANDIDATES
 from poseidon.profile.graph import LayerSpec, ModelProfile
 
@@ -298,13 +299,6 @@ def _in_buckets(
             raise ConfigError(f"cannot use the buckets that were set for layer {name!r}: {where}, against its scheme")
         found[name] = fitting[:1] if name in bucketed else fitting
     return found
-
-
-def label(scheme: CommScheme) -> str:
-    """What tables and choices call a scheme: its kind, and what makes it other than plain."""
-    fields = type(scheme).model_fields
-    odd = [f"{name}={value}" for name, value in scheme if value != fields[name].default]
-    return f"{scheme.kind}({', '.join(odd)})" if odd else scheme.kind
 
 
 # Overrides

@@ -71,10 +71,10 @@ class DriftCheck:
 
     def _digests(self) -> dict[str, str]:
         """Of each tensor that has to be equal, by what messages call it."""
-        tensors = {f"parameter {name!r}": p for name, p in self._model.named_parameters() if name not in self._ignored}
+        named: list[tuple[str, str, torch.Tensor]] = [("parameter", *one) for one in self._model.named_parameters()]
         if self._with_buffers:
-            tensors |= {f"buffer {name!r}": b for name, b in self._model.named_buffers() if name not in self._ignored}
-        return {name: digest(tensor) for name, tensor in tensors.items()}
+            named += [("buffer", *one) for one in self._model.named_buffers()]
+        return {f"{kind} {name!r}": digest(tensor) for kind, name, tensor in named if name not in self._ignored}
 
     def _name_difference(self, tensors: dict[str, str], settings: dict[str, str], num_exchanges: int) -> None:
         texts = self._group.all_gather_text(json.dumps([tensors, settings]), WHAT)
