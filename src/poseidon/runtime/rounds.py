@@ -23,6 +23,9 @@ from poseidon.runtime.comm_thread import CommThread
 ROUNDS_TAG = 1
 """The only messages between pairs on the side's connections."""
 
+ENDING = "the end of a step's rounds"
+"""As messages have it."""
+
 Parts = dict[int, torch.Tensor]
 """By rank, what each said in a round; a rank that has ended is not in it."""
 
@@ -59,8 +62,10 @@ class Rounds:
         """What a message of each other rank is received in."""
         self._ended: defaultdict[int, set[int]] = defaultdict(set)
         """By run, the other ranks that have ended their present step."""
-        self._said: dict[int, Pending] = {}
-        """The runs whose present step this rank has ended, and what says so."""
+        self._over: set[int] = set()
+        """The runs whose present step this rank has ended."""
+        self._farewells: dict[int, Pending] = {}
+        """By run, what says so, until it has been received."""
 
     def take_seat(self) -> "Seat":
         """One more run may take part; called on all ranks together."""
@@ -104,23 +109,27 @@ class Rounds:
 
     def end(self, run: int) -> None:
         """Says that this rank has nothing more to say in this run's present step; waits for nobody."""
-        if self._topics and run not in self._said:
-            message = torch.tensor([-run], dtype=torch.float64)
-            self._said[run] = self._send(message, "the end of a step's rounds")
+        if self._topics and run not in self._over:
+            self._over.add(run)
+            self._farewells[run] = self._send(torch.tensor([-run], dtype=torch.float64), ENDING)
 
     def listen(self, run: int) -> None:
         """Takes part in the rounds of the others until all have ended this run's present step."""
-        if run not in self._said:
+        if run not in self._farewells:
             return
         while waited_for := [peer for peer in self._group.peers if peer not in self._ended[run]]:
-            self._answer(self._receive(waited_for, "the end of the others' rounds"))
-        self._wait(self._said.pop(run), "the end of a step's rounds")
+            self._answer(self._receive(waited_for, ENDING))
+        self._wait(self._farewells.pop(run), ENDING)
+
+    def next_step(self, run: int) -> None:
+        """All have ended this run's step, and this rank has listened: there may be rounds again."""
+        self._over.discard(run)
         self._ended[run].clear()
 
     def _answer(self, heard: dict[int, tuple[int, torch.Tensor]]) -> None:
         for number in {number for number, _ in heard.values() if number > 0}:
             topic = self._topics[number]
-            silent = topic.run in self._said
+            silent = topic.run in self._over
             part = None if silent else torch.zeros(topic.width, dtype=torch.float64)
             topic.heard(self._round(number, part, heard))
 
@@ -194,6 +203,10 @@ class Seat:
     def listen(self) -> None:
         """Answers the others until they have ended the step too; nothing to do where this rank has not."""
         self._rounds.listen(self.run)
+
+    def next_step(self) -> None:
+        """The step is over."""
+        self._rounds.next_step(self.run)
 
     def leave(self) -> None:
         """The run is over; called on all ranks together."""
