@@ -1,8 +1,10 @@
 """Ranks of a loader in one process: what each of them sees, and what it tells its run."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -27,13 +29,13 @@ class Run:
         self.group: Any = Group(rank, world_size)
         self.told: list[Any] = []
 
-    def weight(self, n: float) -> None:
-        self.told.append(n)
+    def weight(self, num_items: float) -> None:
+        self.told.append(num_items)
 
-    def drain(self, on_step: Callable[[], None] | None = None) -> None:
+    def drain(self, update: Callable[[], None] | None = None) -> None:
         self.told.append("drained")
-        if on_step is not None:
-            on_step()
+        if update is not None:
+            update()
 
 
 def make(source: Any, rank: int = 0, world_size: int = 1, batch_size: int | None = None, **options: Any) -> Any:
@@ -74,10 +76,6 @@ class Noisy(Numbers):
     """Draws from all three generators for each sample."""
 
     def __getitem__(self, index: int) -> Any:
-        import random
-
-        import numpy as np
-
         return torch.tensor([index, random.random(), np.random.random(), torch.rand(()).item()], dtype=torch.float64)
 
 
@@ -100,8 +98,6 @@ class ShuffledStream(Stream):
     """Shuffles with the global generators, as a buffer would."""
 
     def __iter__(self) -> Any:
-        import random
-
         order = list(range(self.count))
         random.shuffle(order)
         for number in order:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from poseidon.errors import ConfigError
-from poseidon.runtime.data import Share, Shares, batches
+from poseidon.runtime.data import Shares, batches
 
 TEN = TensorDataset(torch.arange(10))
 
@@ -32,20 +32,7 @@ def test_a_rank_without_samples_still_has_the_step() -> None:
         next(iter(Shares(num_samples=2, rank=rank, world_size=4, local_batch_size=8).epoch())) for rank in range(4)
     ]
     assert [share.indices for share in shares] == [(0,), (1,), (), ()]
-    assert [share.weight for share in shares] == [2.0, 2.0, 0.0, 0.0]
-
-
-def test_weights_turn_the_mean_over_ranks_into_the_mean_over_samples() -> None:
-    values = torch.tensor([3.0, 5.0, 7.0, 11.0, 13.0])
-    mean = 0.0
-    for rank in range(2):
-        share = next(iter(Shares(num_samples=5, rank=rank, world_size=2, local_batch_size=4).epoch()))
-        mean += share.weight * values[list(share.indices)].mean().item() / 2
-    assert mean == pytest.approx(values.mean().item())
-
-
-def test_a_full_step_weighs_one() -> None:
-    assert Share(start=0, indices=(1, 2), global_count=4, world_size=2).weight == 1.0
+    assert {share.global_count for share in shares} == {2}
 
 
 def test_epochs_differ_and_seeds_differ() -> None:
@@ -58,9 +45,45 @@ def test_epochs_differ_and_seeds_differ() -> None:
     assert order(1, 2) == order(1, 2)
 
 
+def test_portions_decide_who_takes_how_much() -> None:
+    fields: dict[str, Any] = {"num_samples": 16, "world_size": 2, "local_batch_size": 4, "portions": (3.0, 1.0)}
+    assert deal(**fields) == [(0, 1, 2, 3, 4, 5), (8, 9, 10, 11, 12, 13), (6, 7), (14, 15)]
+
+
+def test_no_rank_stands_aside_while_others_have_two_samples() -> None:
+    fields: dict[str, Any] = {"num_samples": 5, "world_size": 3, "local_batch_size": 1, "portions": (98.0, 1.0, 1.0)}
+    assert deal(**fields) == [(0,), (3,), (1,), (4,), (2,), ()]
+
+
+def test_what_is_not_a_full_global_batch_can_be_left_out() -> None:
+    fields: dict[str, Any] = {"num_samples": 11, "world_size": 2, "local_batch_size": 2, "drop_last": True}
+    assert deal(**fields) == [(0, 1), (4, 5), (2, 3), (6, 7)]
+    assert Shares(rank=0, **fields).num_steps == 2
+    assert Shares(rank=0, **{**fields, "num_samples": 3}).num_steps == 0
+
+
+def test_other_ranks_go_on_with_the_samples_that_are_left() -> None:
+    def seen(world_size: int, start: int, end: int) -> list[int]:
+        ranks = [
+            Shares(num_samples=50, rank=rank, world_size=world_size, local_batch_size=3, seed=5).epoch(2, start=start)
+            for rank in range(world_size)
+        ]
+        return [
+            index
+            for step in zip(*ranks, strict=True)
+            if step[0].end <= end
+            for share in step
+            for index in share.indices
+        ]
+
+    assert seen(4, 0, 24) + seen(3, 24, 50) == seen(1, 0, 50)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"portions": (1.0, 2.0, 1.0)}, "3 portions to 2 ranks"),
+        ({"portions": (1.0, -1.0)}, "portions"),
         ({"num_samples": 0}, "the data set is empty"),
         ({"rank": 2}, "rank 2 of 2"),
         ({"rank": -1}, "rank -1 of 2"),

@@ -31,17 +31,11 @@ class Share:
     """The rank's samples; none when the last global batch has fewer samples than there are ranks."""
     global_count: int
     """Samples of all ranks together, at least one."""
-    world_size: int
 
     @property
     def end(self) -> int:
         """How many samples of the epoch lie behind all ranks once the global batch does."""
         return self.start + self.global_count
-
-    @property
-    def weight(self) -> float:
-        """What to multiply this rank's mean loss by, so that the mean over the ranks is the mean over all samples."""
-        return len(self.indices) * self.world_size / self.global_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +121,6 @@ class Shares:
             start=start,
             indices=tuple(order[first : first + parts[self.rank]].tolist()),
             global_count=sum(parts),
-            world_size=self.world_size,
         )
 
     def order(self, epoch: int = 0) -> np.ndarray:

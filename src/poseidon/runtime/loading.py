@@ -39,10 +39,10 @@ class Trained(Protocol):
 
     group: Group
 
-    def weight(self, n: float) -> None:
+    def weight(self, num_items: float) -> None:
         """The loss of the next backward pass is a mean over so many samples."""
 
-    def drain(self, on_step: Callable[[], None] | None = None) -> None:
+    def drain(self, update: Callable[[], None] | None = None) -> None:
         """This rank has no samples left."""
 
 
@@ -69,8 +69,9 @@ class Sharding:
     seed_samples: bool = False
     """Makes random draws in `__getitem__` depend on seed, epoch and index only: the same on any number of ranks and
     workers, and after resuming. Seeding takes a moment for each sample, which only tiny samples notice."""
-    on_step: Callable[[], None] | None = None
-    """Called after each exchange that is answered for ranks that have a batch more, such as a scheduler's `step`."""
+    update: Callable[[], None] | None = None
+    """What the loop does after a backward pass, for the exchanges that are answered when other ranks have a batch more:
+    see `run.drain`. None where that is the optimizer's step and zeroing gradients."""
 
     def __post_init__(self) -> None:
         """Refuses what no data can be dealt by."""
@@ -109,7 +110,7 @@ class ShardedLoader(ABC):
             yield batch
         self._begin_next_epoch()
         if tells and self._may_end_apart():
-            self._run.drain(self._sharding.on_step)
+            self._run.drain(self._sharding.update)
 
     def _begin_next_epoch(self) -> None:
         self.epoch += 1
@@ -350,8 +351,8 @@ def _as_loader(source: Source, batch_size: int | None, sharding: Sharding) -> Da
         )
     if batch_size is None:
         raise ConfigError("cannot shard a data set without a batch_size: say how many samples one rank has per step")
-    shuffle = sharding.train if sharding.shuffle is None and not is_stream else bool(sharding.shuffle)
-    return DataLoader(source, batch_size=batch_size, shuffle=shuffle)
+    shuffle = sharding.train if sharding.shuffle is None else sharding.shuffle
+    return DataLoader(source, batch_size=batch_size, shuffle=shuffle and not is_stream)
 
 
 def _check_loader(loader: DataLoader[Any]) -> None:

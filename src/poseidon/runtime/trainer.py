@@ -53,12 +53,12 @@ class Outcome(Value):
 def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome:
     """Trains a model that is under a plan, and scores it at the end of each epoch.
 
-    Every rank takes its part of each global batch. Its mean loss is weighted by its number of samples, so that the
-    update is the mean over the global batch also where ranks have different numbers of samples, or none.
+    Every rank takes its part of each global batch. The run is told how many samples that is, so that the update is the
+    mean over the global batch also where ranks have different numbers of samples, or none.
 
     Args:
         task: Data, loss and score.
-        run: Model, optimizer and ranks, on every rank alike.
+        run: Model, optimizer and ranks, on every rank alike; takes the mean over samples.
         schedule: How long.
         watcher: Is told how it goes.
     """
@@ -107,7 +107,8 @@ def take_step(task: Task, run: Run, share: Share, batch: Batch | None) -> torch.
     else:
         loss = task.loss(run.model, to_device(batch, device_of(run.model)))
         run.recorder.add_since_last(Activity.FORWARD, "loss")
-        (loss * share.weight).backward()
+        run.weight(len(share.indices))
+        loss.backward()
     run.optimizer.step()
     return loss
 
