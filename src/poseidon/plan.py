@@ -1,5 +1,6 @@
 """The plan: which scheme carries each layer's gradient, in which order, and what that is expected to cost."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -68,6 +69,8 @@ class Plan(Artifact):
     """Transfers start while backward goes on; false sends everything after it, as a baseline."""
     connections: int = Field(default=1, ge=1)
     """Connections to each peer over which large tensors are split."""
+    portions: tuple[float, ...] = ()
+    """Of each global batch, how much each rank takes in relation to the others; empty for equal parts."""
     choices: dict[str, Choice] = Field(default_factory=dict)
     """What the planner knew about each layer."""
     predicted: PredictedStep | None = None
@@ -95,6 +98,7 @@ class Plan(Artifact):
             if refusal := self.schemes[layer.name].refuse(layer):
                 raise ValueError(f"layer {layer.name!r} cannot use {self.schemes[layer.name].kind}: {refusal}")
         self._check_buckets()
+        self._check_portions()
         for name in self.deferred:
             if name not in names:
                 raise ValueError(f"deferred names layer {name!r}: the model has no such trainable layer")
@@ -116,6 +120,18 @@ class Plan(Artifact):
                     raise ValueError(f"layers {bucket[0]!r} and {name!r} share a bucket, but not one scheme")
                 if (name in self.deferred) != (bucket[0] in self.deferred):
                     raise ValueError(f"layers {bucket[0]!r} and {name!r} share a bucket, but only one is deferred")
+
+    def _check_portions(self) -> None:
+        if self.portions and len(self.portions) != self.world_size:
+            raise ValueError(f"portions are {len(self.portions)}, ranks {self.world_size}: give one for each rank")
+        if any(not 0 < portion < math.inf for portion in self.portions):
+            raise ValueError(f"portions {self.portions} cannot be cut by: each is above zero")
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """By rank, how many times its equal part of the samples it takes."""
+        total = sum(self.portions)
+        return tuple(portion * self.world_size / total for portion in self.portions) or (1.0,) * self.world_size
 
     @property
     def layers(self) -> dict[str, LayerSpec]:

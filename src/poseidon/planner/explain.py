@@ -8,6 +8,7 @@ from poseidon.breakdown import StepParts
 from poseidon.cluster.rates import Rates
 from poseidon.plan import Choice, Plan
 from poseidon.planner.hosts import Scaling, format_rate
+from poseidon.planner.shares import describe_shares, propose_shares
 from poseidon.planner.space import label
 from poseidon.planner.what_if import WhatIf, bottleneck, faster_resources, larger_batch
 from poseidon.profile.graph import ModelProfile
@@ -49,6 +50,7 @@ def explain(profile: ModelProfile, plan: Plan, rates: Rates, scalings: Sequence[
     return [
         *sentences,
         what_it_waits_for(profile, plan, rates, simulation),
+        *_what_shares_help(profile, plan, rates),
         *_what_helps(profile, plan, rates, scalings),
     ]
 
@@ -187,6 +189,18 @@ def _what_helps(profile: ModelProfile, plan: Plan, rates: Rates, scalings: Seque
     if others:
         text += "; then " + ", ".join(f"{one.change} ({_gives(one)})" for one in others)
     return [text]
+
+
+def _what_shares_help(profile: ModelProfile, plan: Plan, rates: Rates) -> list[str]:
+    """Nothing where hosts compute alike."""
+    shares = propose_shares(profile, plan, rates)
+    if shares is None:
+        return []
+    equal, shared = format_seconds(shares.equal_step_seconds), format_seconds(shares.step_seconds)
+    return [
+        f"hosts differ in speed: with equal shares a step takes {equal}; by speed, of {sum(shares.samples)} samples "
+        f"{describe_shares(shares.samples, rates)}, it takes {shared}: {shares.gain:.2f} times as fast"
+    ]
 
 
 def _gives(one: WhatIf) -> str:

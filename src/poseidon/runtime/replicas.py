@@ -58,6 +58,7 @@ def check_same_plan(plan: Plan, group: Group) -> None:
         ["the order of transfers", ", ".join(plan.order)],
         ["what is in buckets", "; ".join(", ".join(bucket) for bucket in plan.buckets)],
         ["what is deferred", ", ".join(plan.deferred)],
+        ["each rank's portion of the samples", ", ".join(map(str, plan.portions))],
         *([f"the scheme of layer {name!r}", scheme.model_dump_json()] for name, scheme in plan.schemes.items()),
         *([f"rows of layer {layer.name!r}", str(layer.rows)] for layer in plan.profile.trainable),
     ]

@@ -36,6 +36,8 @@ class Kind:
     """Which copies gradients into buffers: the same, unless the device only stands in for a real one."""
     links: tuple[int, int]
     """Sending and receiving side of its host's link."""
+    load: float = 1.0
+    """How many times the profile's samples it takes in a step."""
 
 
 @dataclass
@@ -84,12 +86,19 @@ class Program:
     transfers: list[TransferOp] = field(default_factory=list)
 
 
-def kinds_of(rates: Rates, *, copies_aside: bool) -> list[Kind]:
-    """One for each sort of host; hosts with unequal speed, link or number of ranks are of another sort."""
-    kinds: dict[tuple[float, int, float, float], Kind] = {}
+def kinds_of(rates: Rates, loads: Sequence[float], *, copies_aside: bool) -> list[Kind]:
+    """One for each sort of host; hosts with unequal speed, load, link or number of ranks are of another sort.
+
+    Args:
+        rates: The hosts.
+        loads: By rank, how many times the profile's samples it takes; of a host's ranks the most loaded counts.
+        copies_aside: Whether gradients are copied beside the computing.
+    """
+    kinds: dict[tuple[float, float, int, float, float], Kind] = {}
     rank = 0
     for host in rates.hosts:
-        key = (host.compute_scale, host.num_ranks, host.send_bandwidth, host.receive_bandwidth)
+        load = max(loads[rank : rank + host.num_ranks])
+        key = (load, host.compute_scale, host.num_ranks, host.send_bandwidth, host.receive_bandwidth)
         if key not in kinds:
             number = len(kinds)
             kinds[key] = Kind(
@@ -98,6 +107,7 @@ def kinds_of(rates: Rates, *, copies_aside: bool) -> list[Kind]:
                 processor=2 * number,
                 copier=2 * number + (1 if copies_aside else 0),
                 links=(2 * number, 2 * number + 1),
+                load=load,
             )
         rank += host.num_ranks
     return list(kinds.values())
@@ -168,7 +178,7 @@ def build(profile: ModelProfile, plan: Plan, rates: Rates, num_steps: int) -> Pr
         num_steps: One or more.
     """
     virtual = profile.device is None
-    kinds = kinds_of(rates, copies_aside=virtual)
+    kinds = kinds_of(rates, plan.loads, copies_aside=virtual)
     machine = Machine(
         num_processors=2 * len(kinds),
         num_links=2 * len(kinds),
@@ -249,7 +259,7 @@ class _Builder:
     def _forward(self, share: float) -> None:
         for layer in self._profile.layers:
             self._finish_deferred(layer.name)
-            self._train(Activity.FORWARD, layer.name, share * layer.forward_seconds)
+            self._train(Activity.FORWARD, layer.name, share * layer.forward_seconds, by_samples=True)
             self._note_ready(layer.name, "forward")
 
     def _backward(self, share: float, *, is_last: bool) -> None:
@@ -259,7 +269,8 @@ class _Builder:
             if is_pair:  # the gradient of its output is there before the layer's own backward
                 self._note_ready(layer.name, "backward")
             gradient = 0.0 if is_pair else self._local_gradient(layer)
-            self._train(Activity.BACKWARD, layer.name, share * (layer.backward_seconds + gradient))
+            seconds = share * (layer.backward_seconds + gradient)
+            self._train(Activity.BACKWARD, layer.name, seconds, by_samples=True)
             if exchange is not None and not is_pair and is_last:
                 cost = exchange.costs[exchange.layers.index(layer)]
                 self._copy(layer.name, cost.prepare_seconds)
@@ -320,11 +331,13 @@ class _Builder:
         for k in range(len(self._kinds)):
             self._append(k, Op(done.name or name, Activity.EXPOSED, 0.0, (*self._after(k), done)))
 
-    def _train(self, activity: Activity, name: str, seconds: float, *, scaled: bool = True) -> None:
+    def _train(
+        self, activity: Activity, name: str, seconds: float, *, scaled: bool = True, by_samples: bool = False
+    ) -> None:
         if seconds <= 0.0:
             return
         for k, kind in enumerate(self._kinds):
-            scale = kind.host.compute_scale if scaled else 1.0
+            scale = (kind.host.compute_scale if scaled else 1.0) * (kind.load if by_samples else 1.0)
             self._append(k, Op(name, activity, seconds * scale, self._after(k), kind.processor))
 
     def _copy(self, layer: str, seconds: float) -> None:
