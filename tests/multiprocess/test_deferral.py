@@ -98,11 +98,12 @@ def is_open(pair):
 
 
 def slow(transfer_seconds=0.02):
-    """Transfers that take their time, so that much happens before they end."""
+    """Transfers of gradients that take their time, so that much happens before they end."""
     advance = Transfer.advance
 
     def later(transfer, stage):
-        time.sleep(transfer_seconds)
+        if transfer.name != "counts":
+            time.sleep(transfer_seconds)
         advance(transfer, stage)
 
     return mock.patch.object(Transfer, "advance", later)
@@ -658,8 +659,11 @@ def broken(rank, world_size):
 def lost(rank, world_size):
     """Transfers that failed are said to have failed wherever they are needed, and nothing is left behind."""
     gone = threading.Event()
+    advance = Transfer.advance
 
     def fail(transfer, stage):
+        if transfer.name == "counts":
+            return advance(transfer, stage)
         assert gone.wait(20)
         raise CommError("the link is gone")
 
@@ -722,9 +726,10 @@ def hidden_behind_the_loop(rank, world_size):
             pair.optimizer.step()
             pair.optimizer.zero_grad()
             wait_for_transfers(pair)
-        exposed = [step.exposed_seconds for step in pair.run.timeline.steps]
+        steps = pair.run.timeline.steps
         pair.run.detach()
-    assert exposed == [0.0] * 4
+    assert len(steps) == 4
+    assert {i.name for step in steps for i in step.intervals if i.activity == "exposed"} <= {"counts"}
 
 
 def wait_for_transfers(pair):
