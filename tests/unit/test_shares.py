@@ -52,7 +52,7 @@ def test_a_simulated_rank_computes_for_its_samples_and_updates_all_the_same():
 
 
 def test_the_proposal_is_simulated_against_equal_shares():
-    """Equal: 3.2 s on a slow host takes 12.8 s. By speed: a fast host has 52 samples, of 0.1 s each, a slow one 12, of 0.4 s."""
+    """Equal: 12.8 s on a slow host. By speed: a fast host has 52 samples of 0.1 s, a slow one 12 of 0.4 s."""
     found = propose_shares(NET, uniform_plan(NET, 4), SLOW_AND_FAST)
     assert found is not None
     assert sum(found.samples) == 128
