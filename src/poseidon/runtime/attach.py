@@ -15,11 +15,10 @@ from typing import Any, TypedDict
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from poseidon.cluster.rates import Rates
 from poseidon.comm.all_reduce import VOTE_AFTER, BucketExchange
-from poseidon.comm.capture import ModuleHook, Removable, inside_backward
+from poseidon.comm.capture import Removable, inside_backward
 from poseidon.comm.counting import Counting
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import TAGS_PER_EXCHANGE, BoundLayer, CommScheme, Exchange, StepState, Transfer
@@ -96,16 +95,16 @@ class Run:
         self._state = StepState()
         self._state.on_work = lambda activity, name, start, end: self.recorder.add(activity, name, start, end)
         self._threads = CommThread(group) if group.world_size > 1 else None
+        self._counting = Counting(group, self._state, by_items=options.mean == "samples")
         self._hooks = PassHooks(
             model,
             on_forward=self._on_forward,
+            on_rows=self._counting.see,
             on_backward_start=self._on_backward_start,
             on_backward_end=self._on_backward_end,
             on_backward_broken=self._on_backward_broken,
         )
         self._state.on_backward = self._hooks.backward_is_under_way
-        self._counting = Counting(group, self._state, by_items=options.mean == "samples")
-        self._input_hook = model.register_forward_pre_hook(ModuleHook(self._see_inputs), with_kwargs=True)
         self._exchanges: list[Exchange] = []
         self._schedule = Schedule([], [])
         self._finishing: list[Exchange] = []
@@ -254,7 +253,6 @@ class Run:
         """Undoes `attach`, on all ranks together: the model and the optimizer are as if they had never been touched."""
         self.on_detach()
         self._hooks.remove()
-        self._input_hook.remove()
         for handle in self._optimizer_handles:
             handle.remove()
         self._lookout.keep(False)
@@ -335,13 +333,6 @@ class Run:
             self._begun = wanted
 
     # What autograd tells
-
-    def _see_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Counts the rows of the model's first input."""
-        if torch.is_grad_enabled() and not inside_backward():
-            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim())
-            if (first := next(tensors, None)) is not None:
-                self._counting.see(len(first))
 
     def _on_forward(self, before: bool) -> None:
         if before:

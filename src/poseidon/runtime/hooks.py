@@ -30,6 +30,8 @@ class PassHooks:
     Args:
         model: The root module.
         on_forward: Called with True before and with False after each forward that builds a graph.
+        on_rows: Called before that with the length of the first tensor that the model is given; where the model itself
+            is not called, once before each backward pass with that of its part that is called first.
         on_backward_start: Called once when a backward pass begins.
         on_backward_end: Called inside `backward()` when autograd has finished.
         on_backward_broken: Called at the next forward or backward if an exception ended the backward pass before that.
@@ -40,33 +42,52 @@ class PassHooks:
         model: nn.Module,
         *,
         on_forward: Callable[[bool], None],
+        on_rows: Callable[[int], None],
         on_backward_start: Callable[[], None],
         on_backward_end: Callable[[], None],
         on_backward_broken: Callable[[], None],
     ) -> None:
         self._model = model
         self._on_forward = on_forward
+        self._on_rows = on_rows
+        self._has_rows = False
+        """Whether they have been counted since the last backward pass."""
         self._on_start = on_backward_start
         self._on_end = on_backward_end
         self._on_broken = on_backward_broken
         self._end: weakref.ref[_PassEnd] | None = None
         """Of the backward pass under way. Autograd holds it, and lets go of it when an exception ends the pass."""
         self._handles: list[Removable] = [
-            model.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(ModuleHook(self._after_forward)),
-            *(part.register_forward_hook(ModuleHook(self._after_part)) for part in _parts(model)),
         ]
+        for part in _parts(model):
+            self._handles.append(part.register_forward_pre_hook(ModuleHook(self._before_part), with_kwargs=True))
+            self._handles.append(part.register_forward_hook(ModuleHook(self._after_part)))
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward pass is under way, or broke off with an exception."""
         return self._end is not None
 
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if not inside_backward():
             self._check_broken()
         if torch.is_grad_enabled():
+            self._count_rows(args, kwargs)
             self._on_forward(True)
+
+    def _before_part(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._has_rows and torch.is_grad_enabled():
+            self._count_rows(args, kwargs)
+
+    def _count_rows(self, args: Any, kwargs: Any) -> None:
+        if inside_backward():
+            return
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim())
+        if (first := next(tensors, None)) is not None:
+            self._has_rows = True
+            self._on_rows(len(first))
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -108,6 +129,7 @@ class PassHooks:
             return
         end = _PassEnd(self._finish)
         self._end = weakref.ref(end)
+        self._has_rows = False
         self._on_start()
         Variable._execution_engine.queue_callback(end)
 
