@@ -11,14 +11,16 @@ from poseidon.comm.group import Group
 from poseidon.errors import ConfigError
 from poseidon.plan import Plan, uniform_plan
 from poseidon.planner.search import search_plan
+from poseidon.planner.shares import shares_by_speed
 from poseidon.planner.space import check_allowed
 from poseidon.profile.graph import ModelProfile
 from poseidon.profile.structure import StepWatch, profile_structure
 from poseidon.runtime.adoption import Adoption, observation_schemes
 from poseidon.runtime.attach import Run, attach
+from poseidon.runtime.balance import Balance
 from poseidon.runtime.join import group_of_process
 from poseidon.runtime.monitor import Monitor
-from poseidon.runtime.options import BufferPolicy, Mean, RunOptions
+from poseidon.runtime.options import BufferPolicy, Mean, RunOptions, Shares
 
 __all__ = ["distribute"]
 
@@ -32,6 +34,7 @@ def distribute(
     mean: Mean = "samples",
     buffers: BufferPolicy = "on_request",
     check_every: int = 0,
+    shares: Shares = "equal",
     ignore: Sequence[str] = (),
     group: Group | None = None,
 ) -> Run:
@@ -51,6 +54,8 @@ def distribute(
         buffers: `"on_request"` sends rank 0's buffers to all in `run.sync_buffers()` only, `"after_step"` after each
             `optimizer.step()` too.
         check_every: After how many exchanges all ranks prove again that they hold the same model; 0 never does.
+        shares: `"equal"` leaves each rank its equal part of what `run.shard` deals, or its part by the plan; `"speed"`
+            adapts the parts slowly to how fast each rank computes, and keeps the global batch.
         ignore: Names of parameters and buffers that stay each rank's own.
         group: The ranks; those that `poseidon.init()` has joined if left out.
 
@@ -66,7 +71,7 @@ def distribute(
         >>> run = poseidon.distribute(model, optimizer)
     """
     check_allowed(allow)
-    options = RunOptions(mean=mean, buffers=buffers, check_every=check_every, ignore=tuple(ignore))
+    options = RunOptions(mean=mean, buffers=buffers, check_every=check_every, shares=shares, ignore=tuple(ignore))
     group = group or group_of_process()
     if isinstance(plan, Plan):
         return _monitored(attach(model, optimizer, plan, group, options))
@@ -85,14 +90,18 @@ def distribute(
     def choose(profile: ModelProfile, rates: Rates, arrival: Sequence[str], sparse: Sequence[str]) -> Plan:
         return search_plan(profile, rates, arrival=arrival, sparse=sparse, allow=allow)
 
-    Adoption(run, watch, choose)
+    Adoption(run, watch, choose, _balance_of(run))
     return run
 
 
 def _monitored(run: Run) -> Run:
     if run.group.world_size > 1:
-        Monitor(run)
+        Monitor(run, balance=_balance_of(run))
     return run
+
+
+def _balance_of(run: Run) -> Balance | None:
+    return Balance(shares_by_speed) if run.options.shares == "speed" else None
 
 
 def _load(path: str | Path) -> Plan:

@@ -137,7 +137,7 @@ def test_a_reading_counts_no_second_twice():
         Interval(activity=Activity.TRANSFER, start=0.5, end=5.0),
     )
     found = Reading.of_step(Step(rank=0, index=0, start=0.0, end=6.0, intervals=intervals))
-    assert found == Reading(step=6.0, exposed=2.0, computing=2.0, loader=0.5)
+    assert found == Reading(step=6.0, exposed=2.0, computing=2.0, loader=0.5, passes=2.0)
     assert found.parts == {"computing": 2.0, "loader": 0.5, "other": 1.5}
     assert found.own == 4.0
 

@@ -22,6 +22,7 @@ from poseidon.plan import Plan, uniform_plan
 from poseidon.profile.graph import GradientStructure, ModelProfile
 from poseidon.profile.structure import StepWatch
 from poseidon.runtime.attach import Run, check_plan
+from poseidon.runtime.balance import Balance
 from poseidon.runtime.departure import LASTING_RATIO, Departure
 from poseidon.runtime.monitor import Monitor
 from poseidon.runtime.observation import Observation, Observed
@@ -45,11 +46,13 @@ class Adoption:
         run: Just attached, as plain all-reduce.
         watch: Installed before that.
         choose: Called on rank 0.
+        balance: Decides on the samples of each rank once the plan has settled; None leaves them as they are.
     """
 
-    def __init__(self, run: Run, watch: StepWatch, choose: Chooser) -> None:
+    def __init__(self, run: Run, watch: StepWatch, choose: Chooser, balance: Balance | None = None) -> None:
         self._run = run
         self._choose = choose
+        self._balance = balance
         self._sparse = sparse_layers(run)
         self._observation = Observation(run, watch)
         self._observed: Observed | None = None
@@ -116,7 +119,7 @@ class Adoption:
         self._run.recorder.restart()
         self._run.settled = True
         if self._monitor is None:
-            self._monitor = Monitor(self._run, self._replan)
+            self._monitor = Monitor(self._run, self._replan, self._balance)
         else:
             self._monitor.restart()
 

@@ -29,6 +29,7 @@ from poseidon.runtime.comm_thread import CommThread
 from poseidon.runtime.deferral import Deferral, Lookout, check_deferred
 from poseidon.runtime.hooks import PassHooks
 from poseidon.runtime.options import RunOptions
+from poseidon.runtime.portions import Dealing
 from poseidon.runtime.recorder import Recorder
 from poseidon.runtime.replicas import (
     broadcast_buffers,
@@ -46,7 +47,7 @@ class Event(TypedDict):
     """Something that was decided or noticed on the way."""
 
     kind: str
-    """`measured`, `planned`, `adopted`, `kept`, `dropped`, `expected` or `departed`."""
+    """`measured`, `planned`, `adopted`, `kept`, `dropped`, `shared`, `expected` or `departed`."""
     exchange: int
     """How many exchanges lay behind."""
     seconds: float
@@ -89,6 +90,8 @@ class Run:
         """Called on all ranks together before everything is undone."""
         self.rates: Rates | None = None
         """What links and computing were last measured to be; None where nobody has measured."""
+        self.dealing = Dealing(group, plan.portions or plan.loads)
+        """How the samples of each global batch are dealt to the ranks, by those who load them."""
         self.events: list[Event] = []
         """What was decided or noticed when, oldest first; the same on every rank."""
         self._started = time.monotonic()
@@ -552,6 +555,8 @@ def attach(
     check_same_model(model, group)
     check_plan(plan, model, optimizer, group)
     check_same_plan(plan, group)
+    if plan.portions and options.mean != "samples":
+        raise InfeasibleError("the plan gives ranks unequal numbers of samples: take mean='samples', or leave it out")
     broadcast_model(model, group)
     return Run(model, optimizer, plan, group, options)
 

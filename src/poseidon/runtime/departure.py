@@ -25,6 +25,7 @@ MOST_CALM_READINGS = 640
 OWN_SHARE = 0.5
 """A rank whose own time grew by so much of what the step grew is the cause."""
 _BUSY_OR_STILL = frozenset((*COMPUTING, Activity.EXPOSED))
+_PASSING_OR_STILL = frozenset((Activity.FORWARD, Activity.BACKWARD, Activity.EXPOSED))
 
 
 class Reading(NamedTuple):
@@ -37,6 +38,8 @@ class Reading(NamedTuple):
     computing: float
     loader: float
     """Of the training loop, as far as it says so."""
+    passes: float = 0.0
+    """Forward and backward, of what is computing: it grows with the samples."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -58,6 +61,7 @@ class Reading(NamedTuple):
             exposed=exposed,
             computing=_covered(i for i in step.intervals if i.activity in _BUSY_OR_STILL) - exposed,
             loader=step.seconds_in(Activity.LOADER),
+            passes=_covered(i for i in step.intervals if i.activity in _PASSING_OR_STILL) - exposed,
         )
 
     @classmethod

@@ -4,6 +4,8 @@ The first settled steps say what is expected. From then on the ranks tell each o
 what their last steps were made of. The numbers leave at the end of one exchange and are read at the end of the next, so
 that nobody waits for them. Each rank feeds them to a `DepartureWatch`, and all come to the same verdict at the same
 exchange. If it is a departure, the ranks find out together whether a host computes more slowly or a link moves less.
+
+Where samples are shared by speed, a `Balance` is fed the same numbers, and its changes are carried out here.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ import torch
 from poseidon.comm.group import Pending
 from poseidon.comm.link_probe import LinkSpeed, probe_links
 from poseidon.runtime.attach import Run
+from poseidon.runtime.balance import Balance, Change
 from poseidon.runtime.blame import blame_links, blame_ranks
 from poseidon.runtime.departure import Departure, DepartureWatch, Reading, step_seconds
 from poseidon.runtime.surroundings import find_hosts
@@ -35,12 +38,19 @@ class Monitor:
         run: Under the plan that it is to keep.
         on_departure: Called on all ranks together when steps have departed from what was expected, after it was said;
             may bring the run under another plan, and has then to call `restart`.
+        balance: Which decides on the samples of each rank; None leaves them as they are.
     """
 
-    def __init__(self, run: Run, on_departure: Callable[[Departure], None] = lambda departure: None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        on_departure: Callable[[Departure], None] = lambda departure: None,
+        balance: Balance | None = None,
+    ) -> None:
         self._run = run
         self._on_departure = on_departure
         self._watch = DepartureWatch()
+        self._balance = balance
         self._readings: list[Reading] = []
         self._mail: _Mail | None = None
         self._hosts = find_hosts(run.group)
@@ -52,6 +62,8 @@ class Monitor:
     def restart(self) -> None:
         """From now on the run is under a plan that is to stay: what steps take is learned anew."""
         self._watch.restart()
+        if self._balance is not None:
+            self._balance.restart()
         self._readings = []
         self._skip = WARM_UP_STEPS
         self._run.on_exchanged, self._run.on_detach = self.exchanged, self.close
@@ -81,6 +93,33 @@ class Monitor:
         return None if mail is None else mail.read()
 
     def _take(self, readings: list[Reading]) -> None:
+        if change := self._find_change(readings):
+            self._share(change)
+        else:
+            self._compare(readings)
+
+    def _find_change(self, readings: Sequence[Reading]) -> Change | None:
+        if self._balance is None or (parts := self._run.dealing.parts) is None:
+            return None
+        return self._balance.note(readings, parts)
+
+    def _share(self, change: Change) -> None:
+        """Has the loaders of all ranks deal samples in another way."""
+        self._run.flush()
+        portions = self._run.dealing.change(change.samples)
+        samples = ", ".join(
+            f"{host} {sum(round(portions[rank]) for rank in ranks)}" for host, ranks in self._hosts.items()
+        )
+        before, after = format_seconds(change.seconds_before), format_seconds(change.seconds_after)
+        self._run.note(
+            "shared",
+            f"samples by speed, of {sum(change.samples)} from now on {samples}: the slowest rank computes for {after} "
+            f"instead of {before}",
+        )
+        self.restart()
+        self._run.recorder.restart()
+
+    def _compare(self, readings: Sequence[Reading]) -> None:
         if self._watch.expected is None:
             self._expect(readings)
         if (departure := self._watch.note(readings)) is None:

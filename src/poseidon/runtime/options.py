@@ -7,6 +7,7 @@ from poseidon.errors import ConfigError
 
 Mean = Literal["samples", "ranks"]
 BufferPolicy = Literal["on_request", "after_step"]
+Shares = Literal["equal", "speed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,9 @@ class RunOptions:
     """When rank 0's buffers are sent to all: in `run.sync_buffers()` only, or after each `optimizer.step()` too."""
     check_every: int = 0
     """After how many exchanges all ranks prove again that they hold the same model; 0 never does."""
+    shares: Shares = "equal"
+    """Samples of each rank: `equal` shares, or those of the plan where it has such; `speed` adapts them slowly to how
+    fast each rank computes."""
     ignore: tuple[str, ...] = ()
     """Names of parameters and buffers that stay each rank's own: neither made equal at the start nor exchanged."""
 
@@ -32,5 +36,9 @@ class RunOptions:
             raise ConfigError(f"cannot take the mean over {self.mean!r}: use 'samples' or 'ranks'")
         if self.buffers not in ("on_request", "after_step"):
             raise ConfigError(f"cannot treat buffers as {self.buffers!r}: use 'on_request' or 'after_step'")
+        if self.shares not in ("equal", "speed"):
+            raise ConfigError(f"cannot deal samples by {self.shares!r}: use 'equal' or 'speed'")
+        if self.shares == "speed" and self.mean != "samples":
+            raise ConfigError("cannot deal samples by speed and weight ranks alike: use mean='samples'")
         if self.check_every < 0:
             raise ConfigError(f"cannot check every {self.check_every} exchanges: use 0 for never, or a positive number")

@@ -1,18 +1,20 @@
-"""Which part of a global batch each rank takes: whole samples in proportion to given numbers, which may change."""
+"""Which part of a global batch each rank takes: whole samples in proportion to given numbers, which may change.
 
+Loaders cut batches ahead of the training, one rank further than another. So a change holds from a batch on that no rank
+has cut yet: all ranks cut each batch alike, and no sample is lost or seen twice.
+"""
+
+import json
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+from poseidon.comm.group import Group
 from poseidon.errors import ConfigError
 
 
 class Portions:
-    """What each global batch is cut by on this rank. A change holds from one batch on, the same one on every rank.
-
-    Loaders cut batches ahead of the training, one rank further than another. `num_cut` says how far this one is, so
-    that a change can begin at a batch that no rank has cut yet: then all cut each batch alike, and no sample is lost
-    or seen twice.
+    """What one loader cuts its global batches by, on this rank.
 
     Args:
         portions: One number for each rank, as for `cut`.
@@ -23,7 +25,14 @@ class Portions:
         self._changes = [(0, tuple(portions))]
         """From which batch on which portions hold, in order; those that no batch is cut by any more are gone."""
         self.num_cut = 0
-        """Global batches that this rank has cut."""
+        """Global batches of the epoch that this rank has cut."""
+        self.largest = 0
+        """Samples of the largest batch so far: those of any but an epoch's last."""
+
+    def begin_epoch(self) -> None:
+        """Forgets what was cut, on every rank: whoever left an epoch early may have cut more than others."""
+        self._changes = [(0, self.latest)]
+        self.num_cut = 0
 
     @property
     def latest(self) -> tuple[float, ...]:
@@ -35,6 +44,7 @@ class Portions:
         while len(self._changes) > 1 and self._changes[1][0] <= self.num_cut:
             del self._changes[0]
         self.num_cut += 1
+        self.largest = max(self.largest, count)
         return cut(count, self._changes[0][1])
 
     def change(self, portions: Sequence[float], first: int) -> None:
@@ -50,6 +60,48 @@ class Portions:
                 f"{self.num_cut} batches have been cut, and the last change is from batch {self._changes[-1][0]} on"
             )
         self._changes.append((first, tuple(portions)))
+
+
+class Dealing:
+    """What all loaders of one run cut by, to be changed on all ranks together.
+
+    Args:
+        group: The ranks.
+        portions: One number for each rank, as for `cut`.
+    """
+
+    def __init__(self, group: Group, portions: Sequence[float]) -> None:
+        self._group = group
+        self._loaders: list[Portions] = []
+        self.latest = tuple(portions)
+        """As last changed."""
+
+    def join(self) -> Portions:
+        """For one more loader, made on all ranks in the same order."""
+        portions = Portions(self.latest)
+        self._loaders.append(portions)
+        return portions
+
+    @property
+    def parts(self) -> list[int] | None:
+        """Samples by rank of a full global batch; None where no loader has cut any."""
+        largest = max((loader.largest for loader in self._loaders), default=0)
+        return cut(largest, self.latest) if largest else None
+
+    def change(self, portions: Sequence[float]) -> tuple[float, ...]:
+        """Has all loaders cut by other portions, rank 0's, from the first batch on that no rank has cut yet.
+
+        All ranks call this after the same exchange.
+
+        Returns:
+            The portions.
+        """
+        mine = json.dumps([[loader.num_cut for loader in self._loaders], list(portions)])
+        everyone = [json.loads(text) for text in self._group.all_gather_text(mine, "changing each rank's samples")]
+        self.latest = tuple(everyone[0][1])
+        for loader, *nums_cut in zip(self._loaders, *(nums for nums, _ in everyone), strict=True):
+            loader.change(self.latest, max(nums_cut))
+        return self.latest
 
 
 def cut(count: int, portions: Sequence[float]) -> list[int]:
