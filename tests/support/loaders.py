@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from poseidon.runtime.loading import Sharding, shard
+from poseidon.runtime.portions import Dealing
 
 
 class Group:
@@ -27,6 +28,7 @@ class Run:
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.group: Any = Group(rank, world_size)
+        self.dealing = Dealing(self.group, (1.0,) * world_size)
         self.told: list[Any] = []
 
     def weight(self, num_items: float) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from poseidon.errors import ConfigError
-from poseidon.runtime.portions import cut
+from poseidon.runtime.portions import Portions, cut, keep_in_step
 from poseidon.runtime.seeding import draws_of
 from poseidon.tasks.task import Batch, Samples
 
@@ -94,17 +94,18 @@ class Shares:
         full, more = divmod(self.num_samples, self.global_batch_size)
         return full + (more > 0 and not self.drop_last)
 
-    def epoch(self, epoch: int = 0, *, start: int = 0) -> Iterator[Share]:
+    def epoch(self, epoch: int = 0, *, start: int = 0, portions: Portions | None = None) -> Iterator[Share]:
         """The rank's share of each global batch of an epoch.
 
         Args:
             epoch: Which one.
             start: How many of its samples all ranks together have seen already; an epoch that was begun by another
                 number of ranks goes on with the samples that are left, in the same order.
+            portions: What batches are cut by when they are asked for; the shares' own portions if left out.
         """
         order = self.order(epoch)
         while count := self.count(start):
-            yield self.share(order, start, self.parts(count))
+            yield self.share(order, start, self.parts(count) if portions is None else portions.cut(count))
             start += count
 
     def count(self, start: int) -> int:
@@ -137,15 +138,6 @@ class Shares:
 @lru_cache(maxsize=16)
 def _parts(count: int, portions: tuple[float, ...]) -> tuple[int, ...]:
     return keep_in_step(cut(count, portions))
-
-
-def keep_in_step(parts: Sequence[int]) -> tuple[int, ...]:
-    """The same parts, but no rank goes without a sample while others have two: all have equally many batches."""
-    parts = list(parts)
-    while 0 in parts and max(parts) > 1:
-        parts[parts.index(max(parts))] -= 1
-        parts[parts.index(0)] += 1
-    return tuple(parts)
 
 
 class Batches:

@@ -26,8 +26,8 @@ from torch.utils.data import (
 
 from poseidon.comm.group import Group
 from poseidon.errors import CheckpointError, ConfigError
-from poseidon.runtime.data import Batches, Share, Shares, keep_in_step
-from poseidon.runtime.portions import Portions
+from poseidon.runtime.data import Batches, Share, Shares
+from poseidon.runtime.portions import Dealing, Portions
 from poseidon.runtime.seeding import draws_of, number_from
 from poseidon.runtime.streams import InitWorker, Part, Split
 
@@ -38,6 +38,7 @@ class Trained(Protocol):
     """What a loader tells a run."""
 
     group: Group
+    dealing: Dealing
 
     def weight(self, num_items: float) -> None:
         """The loss of the next backward pass is a mean over so many samples."""
@@ -62,8 +63,8 @@ class Sharding:
     train: bool = True
     """False for evaluation: the run is told nothing, and no exchange is answered."""
     portions: tuple[float, ...] | None = None
-    """How much of each global batch of map-style data each rank takes, in relation to the others; None for equal
-    parts."""
+    """How much of each global batch of map-style data each rank takes, in relation to the others. None: for training as
+    the run deals samples, which may change, and equal parts for evaluation."""
     split: Split = "elements"
     """How an iterable data set is divided: see `poseidon.runtime.streams.Split`."""
     seed_samples: bool = False
@@ -153,8 +154,10 @@ class MapLoader(ShardedLoader):
         self._batch_size = loader.batch_size or 1
         self._drop_last = loader.drop_last
         self._shares = self._make_shares(self._num_samples)
-        self.portions = Portions(sharding.portions or (1.0,) * run.group.world_size)
-        """What the global batches of the present epoch are cut by; its latest change holds in the next epochs too."""
+        if sharding.train and sharding.portions is None:
+            self.portions = run.dealing.join()
+        else:
+            self.portions = Portions(sharding.portions or (1.0,) * run.group.world_size)
         self._generator = torch.Generator()
         self._batches = Batches(
             cast("Any", loader.dataset),
@@ -189,7 +192,7 @@ class MapLoader(ShardedLoader):
     def _pass(self) -> Iterator[tuple[int | None, Any]]:
         order = self._order()
         self._shares = self._make_shares(len(order))
-        self.portions = Portions(self.portions.latest)
+        self.portions.begin_epoch()
         self._generator.manual_seed(number_from(self._sharding.seed, self.epoch, self._run.group.rank))
         for share, batch in self._batches.load(self._deal(order), epoch=self.epoch):
             self._taken = share.end
@@ -200,7 +203,7 @@ class MapLoader(ShardedLoader):
         """What is left of the epoch; the parts are cut when they are asked for, by the portions of that moment."""
         start = self._taken
         while count := self._shares.count(start):
-            yield self._shares.share(order, start, keep_in_step(self.portions.cut(count)))
+            yield self._shares.share(order, start, self.portions.cut(count))
             start += count
 
     def _may_end_apart(self) -> bool:
@@ -237,7 +240,7 @@ class MapLoader(ShardedLoader):
 
     @staticmethod
     def _cut(count: int, portions: tuple[float, ...]) -> tuple[int, ...]:
-        return keep_in_step(Portions(portions).cut(count))
+        return Portions(portions).cut(count)
 
 
 class StreamLoader(ShardedLoader):

@@ -39,13 +39,13 @@ class Portions:
         """As last changed, whether in force already or not."""
         return self._changes[-1][1]
 
-    def cut(self, count: int) -> list[int]:
+    def cut(self, count: int) -> tuple[int, ...]:
         """Cuts the next global batch: each rank's number of samples."""
         while len(self._changes) > 1 and self._changes[1][0] <= self.num_cut:
             del self._changes[0]
         self.num_cut += 1
         self.largest = max(self.largest, count)
-        return cut(count, self._changes[0][1])
+        return keep_in_step(cut(count, self._changes[0][1]))
 
     def change(self, portions: Sequence[float], first: int) -> None:
         """Cuts by other portions from global batch number `first` on, counted from 0; none of them may be cut yet.
@@ -83,10 +83,10 @@ class Dealing:
         return portions
 
     @property
-    def parts(self) -> list[int] | None:
+    def parts(self) -> tuple[int, ...] | None:
         """Samples by rank of a full global batch; None where no loader has cut any."""
         largest = max((loader.largest for loader in self._loaders), default=0)
-        return cut(largest, self.latest) if largest else None
+        return keep_in_step(cut(largest, self.latest)) if largest else None
 
     def change(self, portions: Sequence[float]) -> tuple[float, ...]:
         """Has all loaders cut by other portions, rank 0's, from the first batch on that no rank has cut yet.
@@ -133,6 +133,15 @@ def cut(count: int, portions: Sequence[float]) -> list[int]:
     for rank in by_loss[: count - sum(parts)]:
         parts[rank] += 1
     return parts
+
+
+def keep_in_step(parts: Sequence[int]) -> tuple[int, ...]:
+    """The same parts, but no rank goes without a sample while others have two: all have equally many batches."""
+    parts = list(parts)
+    while 0 in parts and max(parts) > 1:
+        parts[parts.index(max(parts))] -= 1
+        parts[parts.index(0)] += 1
+    return tuple(parts)
 
 
 def _total(portions: Sequence[float]) -> Fraction:

@@ -70,6 +70,7 @@ def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome
         local_batch_size=schedule.batch_size,
         seed=schedule.seed,
     )
+    portions = run.dealing.join()
     num_steps = min(schedule.epochs * shares.num_steps, schedule.max_steps or schedule.epochs * shares.num_steps)
     ledger = Ledger(run, num_steps // 10, watcher)
     watcher.on_start(num_steps)
@@ -77,7 +78,8 @@ def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome
     for epoch in range(-(-num_steps // shares.num_steps)):
         run.model.train()
         run.recorder.restart()
-        loaded = batches(data, shares.epoch(epoch), collate=task.collate)
+        portions.begin_epoch()
+        loaded = batches(data, shares.epoch(epoch, portions=portions), collate=task.collate)
         for share, batch in islice(timed(run, loaded), num_steps - ledger.num_steps):
             ledger.note(epoch, share, take_step(task, run, share, batch))
             watcher.on_step(ledger.num_steps)
