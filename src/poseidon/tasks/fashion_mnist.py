@@ -1,8 +1,8 @@
 """Fashion-MNIST: real images of clothes in ten classes, and a CNN with two wide fully connected layers.
 
 The 10 000 test images travel with the package. The whole set, 60 000 images to train on and these 10 000 to test on,
-is used where it is found. Files are only read, and used only when their checksum agrees, so any number of ranks may
-load them at once and all of them have the same samples.
+is used where it is found, and fetched where an address is given. Files are used only when their checksum agrees, so any
+number of ranks may load them at once and all of them have the same samples.
 
 Source: Xiao et al., "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms", 2017.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from poseidon.errors import ConfigError
+from poseidon.tasks.download import download
 from poseidon.tasks.idx import read_idx
 from poseidon.tasks.models import fully_connected
 from poseidon.tasks.task import CLASSIFICATION, Task, TaskData
@@ -61,15 +62,21 @@ def fashion_mnist(*, data: str | Path | None = None, width: float = 1.0) -> Task
     """A CNN of 9.6 M parameters, nearly all of them fully connected, on Fashion-MNIST.
 
     Args:
-        data: Folder with the four IDX files, plain or gzipped, or `"embedded"`. Without it the folder in the
-            environment variable `POSEIDON_DATA` counts, then Debian's, then the embedded part.
+        data: Folder with the four IDX files, plain or gzipped, or `"embedded"`, or the address, `https://…`, of a
+            folder with the four gzipped files, each of which is fetched once for all ranks of a machine when Debian's
+            folder is not there. Without it the environment variable `POSEIDON_DATA` counts, then Debian's folder, then
+            the embedded part.
         width: Share of the channels and features, for tests.
 
     Raises:
         ConfigError: The folder that was asked for does not hold the four files.
     """
-    folder = _find_folder(data)
-    if folder is None:
+    address = _address(data)
+    folder = None if address else _find_folder(data)
+    if address:
+        note = f"real images: all of Fashion-MNIST from {address}, 60 000 to train and 10 000 to test"
+        samples = TaskData(make_train=partial(_fetch, address, "train"), make_test=partial(_fetch, address, "t10k"))
+    elif folder is None:
         note = "real images: the embedded 10 000 of Fashion-MNIST, split 9 000/1 000"
         samples = TaskData(make_train=_embedded_train, make_test=_embedded_test)
     else:
@@ -101,10 +108,16 @@ def _make_model(width: float) -> nn.Module:
     return nn.Sequential(OrderedDict(features=features, flatten=nn.Flatten(), classifier=classifier))
 
 
+def _address(data: str | Path | None) -> str | None:
+    """The address to fetch from, if one was given and the set is not on this machine anyway."""
+    asked = str(data or os.environ.get("POSEIDON_DATA", ""))
+    return asked if "://" in asked and _missing(_DEBIAN_FOLDER) else None
+
+
 def _find_folder(data: str | Path | None) -> Path | None:
     """Where the whole set is; None for the embedded part."""
     asked = data or os.environ.get("POSEIDON_DATA")
-    if not asked:
+    if not asked or "://" in str(asked):
         return None if _missing(_DEBIAN_FOLDER) else _DEBIAN_FOLDER
     if str(asked) == EMBEDDED:
         return None
@@ -134,6 +147,16 @@ def _read(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     names = (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte")
     images, labels = (read_idx(_file(folder, name), sha256=_CHECKSUMS[name]) for name in names)
     return images, labels
+
+
+def _fetch(address: str, part: str) -> FashionImages:
+    paths = {
+        name: download(f"{address.rstrip('/')}/{name}.gz", sha256=checksum, unpacked=True)
+        for name, checksum in _CHECKSUMS.items()
+        if name.startswith(part)
+    }
+    images, labels = (read_idx(path, sha256=_CHECKSUMS[name]) for name, path in paths.items())
+    return FashionImages(images, labels)
 
 
 def _load(folder: Path, part: str) -> FashionImages:
