@@ -1,0 +1,108 @@
+"""The outcomes of a family of situations, all in the same processes; one that fails is not the end of the others."""
+
+import functools
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tests.equivalence.harness import Combination, Outcome, default_dtype, run_combinations
+from tests.equivalence.schemes import SCHEMES
+from tests.equivalence.situations import FAMILIES, SITUATIONS
+from tests.support.ranks import run_ranks
+from torch import nn
+
+from poseidon.errors import InfeasibleError
+from poseidon.profile.structure import profile_structure
+
+FAMILY_SECONDS = 240.0
+MOST_FAILURES = 4
+"""Of one family; beyond that the rest is not run."""
+
+
+class Verdict(NamedTuple):
+    """Of one combination over all ranks."""
+
+    error: float = 0.0
+    where: str = ""
+    same_bits: bool = True
+    refusal: str = ""
+    failure: str = ""
+    """What went wrong, where the combination did not come to its end."""
+
+
+@functools.cache
+def combinations(family: str, world_size: int) -> tuple[Combination, ...]:
+    """Those of a family in which the scheme carries a layer."""
+    return tuple(
+        Combination(situation, scheme)
+        for situation in FAMILIES[family]
+        for scheme in SCHEMES
+        if applies(situation, scheme, world_size)
+    )
+
+
+@functools.cache
+def applies(situation: str, scheme: str, world_size: int) -> bool:
+    """Whether some layer of the situation's models can use the scheme."""
+    kind = SITUATIONS[situation]
+    if scheme in kind.left_out:
+        return False
+    one = kind()
+    with default_dtype(one.dtype):
+        models = one.models()
+        return scheme in one.refused or all(
+            _carries(scheme, model, one.optimizer(model), world_size) for model in models.values()
+        )
+
+
+def _carries(scheme: str, model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> bool:
+    try:
+        return SCHEMES[scheme](profile_structure(model), world_size, model, optimizer) is not None
+    except InfeasibleError:
+        return True  # it says so to the script, too
+
+
+@functools.cache
+def verdicts(family: str, world_size: int) -> dict[Combination, Verdict]:
+    """Runs the family on so many ranks, once in a session."""
+    found: dict[Combination, Verdict] = {}
+    remaining = list(combinations(family, world_size))
+    num_failures = 0
+    while remaining:
+        outcomes, failure = _run(world_size, remaining)
+        found |= {c: _verdict(of_ranks) for c, of_ranks in zip(remaining, outcomes, strict=False)}
+        remaining = remaining[len(outcomes) :]
+        if remaining:
+            num_failures += 1
+            found[remaining.pop(0)] = Verdict(failure=failure)
+        if num_failures > MOST_FAILURES:
+            found |= {c: Verdict(failure=f"not run: {num_failures} others failed before it") for c in remaining}
+            break
+    return found
+
+
+def _run(world_size: int, remaining: Sequence[Combination]) -> tuple[list[list[Outcome]], str]:
+    """The outcomes by rank of those that all ranks brought to an end, and what went wrong then."""
+    failure = ""
+    with tempfile.TemporaryDirectory(prefix="equivalence-") as folder:
+        try:
+            run_ranks(world_size, run_combinations, remaining, Path(folder), timeout=FAMILY_SECONDS, init=False)
+        except Exception as error:  # noqa: BLE001  # whatever a rank raised becomes that combination's verdict
+            failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        files = [Path(folder) / str(rank) for rank in range(world_size)]
+        lines = [file.read_text(encoding="utf-8").splitlines() if file.exists() else [] for file in files]
+    return [[Outcome(*json.loads(line)) for line in of_ranks] for of_ranks in zip(*lines, strict=False)], failure
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> Verdict:
+    first = outcomes[0]
+    return Verdict(
+        error=first.error,
+        where=first.where,
+        same_bits=len({outcome.digest for outcome in outcomes}) == 1,
+        refusal=first.refusal,
+        failure="" if len({bool(o.refusal) for o in outcomes}) == 1 else "only some ranks refused it",
+    )

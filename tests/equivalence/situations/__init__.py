@@ -1,0 +1,34 @@
+"""The rows: every situation by name, in families that share their processes."""
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from tests.equivalence.situation import Situation
+from tests.equivalence.situations import (
+    accumulation,
+    compiled,
+    hooks,
+    loop,
+    passes,
+    precision,
+    rows,
+    structure,
+)
+
+_FAMILIES: tuple[ModuleType, ...] = (structure, passes, rows, accumulation, loop, hooks, precision, compiled)
+
+
+def _situations(module: ModuleType) -> dict[str, type[Situation]]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Situation) and value.__module__ == module.__name__
+    }
+
+
+FAMILIES: Mapping[str, Mapping[str, type[Situation]]] = {
+    module.__name__.rpartition(".")[2]: _situations(module) for module in _FAMILIES
+}
+SITUATIONS: Mapping[str, type[Situation]] = {
+    name: situation for family in FAMILIES.values() for name, situation in family.items()
+}
