@@ -67,12 +67,13 @@ LATE_ADDITION = (
 class ReplacedForward:
     """A module instance whose `forward` is another function until `remove` is called.
 
-    A copy of the module, be it by `copy.deepcopy` or by pickle, has the forward of its class.
+    A copy of the module, be it by `copy.deepcopy` or by pickle, has the forward of its class. `torch.compile` does not
+    look into the function: it does more than compute, and does it anew at every call.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module = module
-        self._forward = forward
+        self._forward = torch.compiler.disable(forward)
         self._had = module.__dict__.get("forward")
         module.__dict__["forward"] = self
 

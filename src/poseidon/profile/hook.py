@@ -7,10 +7,13 @@ import torch
 
 
 class ModuleHook:
-    """A hook of a module that a copy of the module does not have."""
+    """A hook of a module that a copy of the module does not have.
+
+    `torch.compile` does not look into it: what a hook notes at one call is no constant of the next.
+    """
 
     def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = hook
+        self._hook = torch.compiler.disable(hook)
 
     def __call__(self, *args: Any) -> None:
         """What the module calls."""
