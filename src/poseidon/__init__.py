@@ -26,6 +26,7 @@ if typing.TYPE_CHECKING:
     from poseidon.runtime.join import init as init
     from poseidon.runtime.join import shutdown as shutdown
     from poseidon.runtime.probing import probe_cluster as probe_cluster
+    from poseidon.runtime.seeding import seed as seed
     from poseidon.simulator import simulate as simulate
     from poseidon.timeline import Timeline as Timeline
 
@@ -44,6 +45,7 @@ _HOMES = {
     "probe_cluster": "poseidon.runtime.probing",
     "profile_model": "poseidon.profile.measure",
     "search_plan": "poseidon.planner.search",
+    "seed": "poseidon.runtime.seeding",
     "shutdown": "poseidon.runtime.join",
     "simulate": "poseidon.simulator",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "probe_cluster",
     "profile_model",
     "search_plan",
+    "seed",
     "shutdown",
     "simulate",
 ]

@@ -327,6 +327,21 @@ def test_a_state_after_the_last_batch_leaves_the_loop_to_end_its_epoch() -> None
     assert resumed.epoch == 1
 
 
+def test_other_ranks_that_resume_know_who_has_a_batch_more() -> None:
+    """Of 20 samples 6 were taken; the 14 that are left give four ranks 3 each and then 2 of them one."""
+    first = make(Numbers(20), 0, 3, batch_size=2)
+    next(iter(first))
+    told = []
+    for rank in range(4):
+        resumed = make(Numbers(20), rank, 4, batch_size=3)
+        resumed.load_state_dict(first.state_dict())
+        list(resumed)
+        told.append(resumed._run.told)
+        list(resumed)
+    assert told[0] == [3, 1, "drained", 3, 2]
+    assert told[2] == [3, "drained", 3, 2]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", [Stream, ShuffledStream, StatefulStream])
 @pytest.mark.parametrize("loader_kind", [DataLoader, StatefulDataLoader])

@@ -154,6 +154,8 @@ class MapLoader(ShardedLoader):
         self._batch_size = loader.batch_size or 1
         self._drop_last = loader.drop_last
         self._shares = self._make_shares(self._num_samples)
+        self._began_at = 0
+        """Where in the epoch's order the present pass began: not at its start if it was resumed."""
         if sharding.train and sharding.portions is None:
             self.portions = run.dealing.join()
         else:
@@ -169,9 +171,9 @@ class MapLoader(ShardedLoader):
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
-        last = self._shares.num_samples % self._shares.global_batch_size
-        skipped = last and not self._drop_last and not self._cut(last, self.portions.latest)[self._run.group.rank]
-        return self._shares.num_steps - bool(skipped)
+        last = self._count_last(0)
+        has_last = Portions(self.portions.latest).cut(last)[self._run.group.rank] > 0
+        return self._shares.num_steps - (last > 0 and not has_last)
 
     def state_dict(self) -> dict[str, Any]:
         """See `ShardedLoader`; it can be written as JSON."""
@@ -192,6 +194,7 @@ class MapLoader(ShardedLoader):
     def _pass(self) -> Iterator[tuple[int | None, Any]]:
         order = self._order()
         self._shares = self._make_shares(len(order))
+        self._began_at = self._taken
         self.portions.begin_epoch()
         self._generator.manual_seed(number_from(self._sharding.seed, self.epoch, self._run.group.rank))
         for share, batch in self._batches.load(self._deal(order), epoch=self.epoch):
@@ -207,9 +210,12 @@ class MapLoader(ShardedLoader):
             start += count
 
     def _may_end_apart(self) -> bool:
-        """Whether the last global batch has too few samples for all: every rank knows without asking."""
-        last = self._shares.num_samples % self._shares.global_batch_size
-        return not self._drop_last and 0 < last < self._shares.world_size
+        """Whether the last global batch had too few samples for all: every rank knows without asking."""
+        return 0 < self._count_last(self._began_at) < self._shares.world_size
+
+    def _count_last(self, start: int) -> int:
+        """Samples of a last global batch that is not full, in an epoch that begins at place `start` of its order."""
+        return 0 if self._drop_last else (self._shares.num_samples - start) % self._shares.global_batch_size
 
     def _order(self) -> np.ndarray:
         if self._sampler is None:
@@ -237,10 +243,6 @@ class MapLoader(ShardedLoader):
             portions=self._sharding.portions,
             drop_last=self._drop_last,
         )
-
-    @staticmethod
-    def _cut(count: int, portions: tuple[float, ...]) -> tuple[int, ...]:
-        return Portions(portions).cut(count)
 
 
 class StreamLoader(ShardedLoader):

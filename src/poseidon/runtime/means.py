@@ -35,12 +35,12 @@ def mean_over_ranks(group: Group, value: Figure | Mapping[str, Figure], n: float
         As `value`; not a number where no rank had a sample.
 
     Raises:
-        ConfigError: `n` is negative or not finite, or ranks give figures of other names.
+        ConfigError: `n` is negative or not finite, a figure has several elements, or ranks give figures of other names.
     """
     if not 0 <= n < math.inf:
         raise ConfigError(f"rank {group.rank} cannot take a mean over {n} samples: a number of samples is zero or more")
     named = dict(value) if isinstance(value, Mapping) else {_ONLY: value}
-    mine = {"n": float(n), "values": {name: float(figure) for name, figure in named.items()} if n else {}}
+    mine = {"n": float(n), "values": {name: _number(name, figure) for name, figure in named.items()} if n else {}}
     everyone = [json.loads(text) for text in group.all_gather_text(json.dumps(mine), "taking a mean over the ranks")]
     parts = {rank: one for rank, one in enumerate(everyone) if one["n"]}
     _check_names({rank: list(one["values"]) for rank, one in parts.items()})
@@ -51,6 +51,17 @@ def mean_over_ranks(group: Group, value: Figure | Mapping[str, Figure], n: float
         for name in names
     }
     return means if isinstance(value, Mapping) else means.get(_ONLY, math.nan)
+
+
+def _number(name: str, figure: Figure) -> float:
+    if not isinstance(figure, torch.Tensor):
+        return float(figure)
+    if figure.numel() != 1:
+        what = name or "a figure"
+        raise ConfigError(
+            f"cannot take a mean of {what} of shape {tuple(figure.shape)} over the ranks: give one number"
+        )
+    return float(figure.item())
 
 
 def _check_names(names_by_rank: Mapping[int, list[str]]) -> None:
