@@ -128,8 +128,8 @@ def test_lines_instead_of_a_bar_come_first_at_once_and_then_now_and_then() -> No
         shown.on_results([result(3), result(4)])
         shown.on_epoch(0, 5, {"loss": 0.5, "accuracy": 0.75})
     assert output.getvalue().splitlines() == [
-        "step 1 of 10, epoch 1: loss 2.0000, 128 samples/s, 4 s left",
-        "step 5 of 10, epoch 1: loss 5.5000, 128 samples/s, 2 s left",
+        "step 1 of 10, epoch 1: loss 2.0000, 128 samples/s in all, 4 s left",
+        "step 5 of 10, epoch 1: loss 5.5000, 128 samples/s in all, 2 s left",
         "epoch 1 ended at step 5: test accuracy 0.7500, loss 0.5000",
     ]
 

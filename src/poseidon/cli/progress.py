@@ -83,7 +83,7 @@ class Progress(Watcher):
         seconds = sum(result.seconds for result in results)
         num_samples = sum(result.num_samples for result in results)
         loss = sum(result.loss * result.num_samples for result in results) / num_samples
-        state = f"epoch {results[-1].epoch + 1}: loss {loss:.4f}, {num_samples / seconds:,.0f} samples/s"
+        state = f"epoch {results[-1].epoch + 1}: loss {loss:.4f}, {num_samples / seconds:,.0f} samples/s in all"
         done = results[-1].step + 1
         if self._bar is not None:
             self._bar.update(self._bar_task, description=state)
