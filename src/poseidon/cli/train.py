@@ -36,6 +36,7 @@ from poseidon.runtime.attach import Run
 from poseidon.runtime.baseline import Baseline, measure_baseline
 from poseidon.runtime.clocks import Clocks, measure_offsets
 from poseidon.runtime.ledger import Watcher
+from poseidon.runtime.options import Shares
 from poseidon.runtime.run_folder import RunFolder, check_unused
 from poseidon.runtime.surroundings import Surroundings, counted, device_of_rank, survey
 from poseidon.runtime.trainer import Outcome, Schedule
@@ -59,6 +60,9 @@ def train(
     allow: Annotated[
         str, typer.Option(help="How far auto may bend the mathematics: exact, rounded, compressed or relaxed.")
     ] = "exact",
+    shares: Annotated[
+        Shares, typer.Option(help="speed gives ranks that compute faster more samples, and adapts that on the way.")
+    ] = "equal",
     batch: Annotated[
         int | None, typer.Option(help="Samples per rank and step; the task's own if not given.", min=1)
     ] = None,
@@ -116,6 +120,7 @@ def train(
         "task": task,
         "plan": plan,
         "allow": allow,
+        "shares": shares,
         "virtual": virtual,
         **schedule.model_dump(),
         "link": describe_links(spec),
@@ -160,7 +165,8 @@ def work(
         torch.manual_seed(schedule.seed)
         model = task.make_model().to(device)
         optimizer = task.make_optimizer(model.parameters())
-        run = distribute(model, optimizer, options["plan"], allow=options["allow"], group=group)
+        wanted = {name: options[name] for name in ("plan", "allow", "shares")}
+        run = distribute(model, optimizer, group=group, **wanted)
         torch.manual_seed(schedule.seed + 1 + group.rank)  # dropout draws other masks on each rank
         if folder is not None:
             run.recorder.on_step.append(folder.note_step)
