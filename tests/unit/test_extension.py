@@ -8,7 +8,7 @@ from torch import nn
 
 from poseidon.comm import AllReduce, SparseRows, SufficientFactor
 from poseidon.plan import Choice, uniform_plan
-from poseidon.profile.structure import StepWatch
+from poseidon.profile.structure import StepWatch, profile_structure
 from poseidon.runtime.extension import extend
 
 
@@ -31,7 +31,7 @@ def test_choices_stay_and_new_layers_take_their_places():
     plan = plan_of(model, {"1": SufficientFactor()}, buckets=(("3",),), deferred=("1",), order=("1", "3"))
     plan = plan.model_copy(update={"choices": {"1": Choice(reason="because"), "3": Choice()}})
     model.requires_grad_(True)
-    plan = extend(plan, model, (), {"0", "2"})
+    plan = extend(plan, profile_structure(model), {"0", "2"})
     assert {name: scheme.kind for name, scheme in plan.schemes.items()} == {
         "0": "all_reduce",
         "1": "sufficient_factor",
@@ -52,7 +52,7 @@ def test_a_layer_with_other_parameters_starts_anew():
     model = make_model()
     plan = plan_of(model, {str(i): SufficientFactor() for i in range(4)})
     model[1] = nn.Linear(4, 4)
-    plan = extend(plan, model, (), {"1"})
+    plan = extend(plan, profile_structure(model), {"1"})
     assert [plan.schemes[str(i)].kind for i in range(4)] == ["sufficient_factor", "all_reduce"] + [
         "sufficient_factor"
     ] * 2
@@ -63,7 +63,7 @@ def test_a_layer_that_is_gone_is_dropped_everywhere():
     model = make_model()
     plan = plan_of(model, buckets=(("3", "2"), ("1", "0")), order=("3", "2", "1", "0"), deferred=("0", "1"))
     del model[3]
-    plan = extend(plan, model, (), ())
+    plan = extend(plan, profile_structure(model), ())
     assert list(plan.schemes) == ["0", "1", "2"]
     assert plan.buckets == (("2",), ("1", "0"))
     assert plan.arrival == plan.order == ("2", "1", "0")
@@ -74,7 +74,7 @@ def test_frozen_for_now_is_kept():
     plan = plan_of(model)
     trained = {id(p) for p in model.parameters()}
     model[2].requires_grad_(False)
-    assert extend(plan, model, trained, ()) == plan
+    assert extend(plan, profile_structure(model, trained=trained), ()) == plan
 
 
 def test_sparse_gradients_go_by_rows():
@@ -84,7 +84,7 @@ def test_sparse_gradients_go_by_rows():
     model["top"](model["table"](torch.tensor([1]))).sum().backward()
     plan = uniform_plan(watch.profile(1), 2)
     model["table"].requires_grad_(True)
-    assert extend(plan, model, (), {"table"}).schemes == {"table": SparseRows(), "top": AllReduce()}
+    assert extend(plan, profile_structure(model), {"table"}).schemes == {"table": SparseRows(), "top": AllReduce()}
 
 
 @pytest.mark.parametrize("with_order", [False, True])
@@ -102,7 +102,7 @@ def test_layers_that_stay_keep_their_order(with_order, data):
     second = data.draw(st.sets(st.sampled_from(names), min_size=1))
     for name in names:
         model.get_submodule(name).requires_grad_(name in second)
-    extended = extend(plan, model, (), second - first)
+    extended = extend(plan, profile_structure(model), second - first)
     assert set(extended.arrival) == second
     assert [name for name in extended.arrival if name in first] == [name for name in arrival if name in second]
     assert bool(extended.order) == with_order

@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 from poseidon.errors import ConfigError
-from poseidon.profile.structure import is_ignored, owned_parameters, profile_structure
-from poseidon.runtime.ignored import Ignored
+from poseidon.profile.structure import StepWatch, owned_parameters, profile_structure
+from poseidon.runtime.ignored import ignored_names
 
 
 def make_model():
@@ -26,52 +26,42 @@ def make_model():
     ],
 )
 def test_names_of_tensors_and_modules(names, expected):
-    assert list(Ignored(make_model(), names)) == expected
+    assert sorted(ignored_names(make_model(), names)) == expected
 
 
 def test_a_prefix_ends_at_a_dot():
     model = nn.ModuleDict({"a": nn.Linear(1, 1), "ab": nn.Linear(1, 1)})
-    assert list(Ignored(model, ("a",))) == ["a.bias", "a.weight"]
+    assert sorted(ignored_names(model, ("a",))) == ["a.bias", "a.weight"]
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match=r"cannot ignore '0\.wieght': .* did you mean '0\.weight'\?"):
-        Ignored(make_model(), ("0.wieght",))
+        ignored_names(make_model(), ("0.wieght",))
 
 
 @pytest.mark.parametrize("name", ["", "something", "0."])
 def test_what_names_nothing_is_refused(name):
     with pytest.raises(ConfigError, match="cannot ignore"):
-        Ignored(make_model(), (name,))
+        ignored_names(make_model(), (name,))
 
 
 def test_what_ddp_is_told_to_ignore_is_ignored():
     model = make_model()
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias", "gone"])
-    assert list(Ignored(model, ("1.weight",))) == ["0.bias", "1.weight"]
+    assert sorted(ignored_names(model, ("1.weight",))) == ["0.bias", "1.weight"]
 
 
-def test_ignored_parameters_belong_to_no_layer_until_removed():
+def test_ignored_parameters_belong_to_no_layer():
     model = make_model()
-    before = owned_parameters(model)
-    ignored = Ignored(model, ("0", "1.weight"))
-    assert "0" not in owned_parameters(model)
-    assert list(owned_parameters(model)["1"]) == ["bias"]
-    assert [layer.name for layer in profile_structure(model).layers] == ["1", "2"]
-    ignored.remove()
-    assert owned_parameters(model) == before
-    assert not any(is_ignored(p) for p in model.parameters())
-
-
-def test_marks_of_others_stay():
-    model = make_model()
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
-    Ignored(model).remove()
-    assert is_ignored(model[0].bias)
+    names = ignored_names(model, ("0", "1.weight"))
+    assert "0" not in owned_parameters(model, ignored=names)
+    assert list(owned_parameters(model, ignored=names)["1"]) == ["bias"]
+    assert [layer.name for layer in profile_structure(model, ignored=names).layers] == ["1", "2"]
+    assert [layer.name for layer in StepWatch(model, names).profile().layers] == ["1", "2"]
 
 
 def test_frozen_parameters_that_are_trained_belong_to_their_layer():
     model = make_model()
     model[0].weight.requires_grad_(False)
     assert list(owned_parameters(model)["0"]) == ["bias"]
-    assert list(owned_parameters(model, {id(model[0].weight)})["0"]) == ["weight", "bias"]
+    assert list(owned_parameters(model, trained={id(model[0].weight)})["0"]) == ["weight", "bias"]

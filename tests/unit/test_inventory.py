@@ -7,7 +7,6 @@ from torch.func import functional_call
 
 from poseidon.comm.group import Group
 from poseidon.errors import CommError
-from poseidon.runtime.ignored import Ignored
 from poseidon.runtime.inventory import Inventory, agree
 
 
@@ -112,8 +111,7 @@ def test_conversion_is_refused_with_the_name():
 
 def test_ignored_parameters_are_never_trained():
     model = make_model(["0.weight"])
-    ignored = Ignored(model, ["0"])
-    inventory = Inventory(model, ignored)
+    inventory = Inventory(model, {"0.weight", "0.bias"})
     model[0].weight.requires_grad_(True)
     assert inventory.look() is None
     model[0].weight = nn.Parameter(torch.zeros(4, 3))

@@ -19,33 +19,27 @@ SAMPLED_ROWS = 8
 """Rows of a weight gradient that are compared with what the factors give."""
 
 
-IGNORED_MARK = "_ddp_ignored"
-"""The attribute of a tensor that stays each rank's own; PyTorch's DDP sets it too."""
-
-
-def is_ignored(tensor: torch.Tensor) -> bool:
-    """Whether the tensor stays each rank's own."""
-    return getattr(tensor, IGNORED_MARK, False) is True
-
-
-def owned_parameters(model: nn.Module, trained: Container[int] = ()) -> dict[str, dict[str, nn.Parameter]]:
+def owned_parameters(
+    model: nn.Module, *, trained: Container[int] = (), ignored: Container[str] = ()
+) -> dict[str, dict[str, nn.Parameter]]:
     """The trainable parameters of each layer: of a module that owns some, by module name.
 
-    A parameter that several modules share belongs to the first of them in `named_modules` order. One that stays each
-    rank's own belongs to none.
+    A parameter that several modules share belongs to the first of them in `named_modules` order.
 
     Args:
         model: The root module.
         trained: `id`s of parameters that count as trainable even while they are frozen.
+        ignored: Names of parameters that belong to no layer.
     """
     seen: set[int] = set()
     owned: dict[str, dict[str, nn.Parameter]] = {}
     for name, module in model.named_modules():
-        for parameter_name, parameter in module.named_parameters(recurse=False):
+        for own_name, parameter in module.named_parameters(recurse=False):
             is_trained = parameter.requires_grad or id(parameter) in trained
-            if is_trained and id(parameter) not in seen and not is_ignored(parameter):
+            is_ignored = (f"{name}.{own_name}" if name else own_name) in ignored
+            if is_trained and not is_ignored and id(parameter) not in seen:
                 seen.add(id(parameter))
-                owned.setdefault(name, {})[parameter_name] = parameter
+                owned.setdefault(name, {})[own_name] = parameter
     return owned
 
 
@@ -146,17 +140,18 @@ def shared_parameters(model: nn.Module) -> set[int]:
     return {key for key, count in owners.items() if count > 1}
 
 
-def profile_structure(model: nn.Module, trained: Container[int] = ()) -> ModelProfile:
+def profile_structure(model: nn.Module, *, trained: Container[int] = (), ignored: Container[str] = ()) -> ModelProfile:
     """What can be said of a model without running it: layers in module order, possible structures, no rows.
 
     Args:
         model: The root module.
         trained: As for `owned_parameters`.
+        ignored: As for `owned_parameters`.
     """
     shared, blocks = shared_parameters(model), compiled_blocks(model)
     layers = [
         layer_spec(name, model.get_submodule(name), parameters, shared)
-        for name, parameters in owned_parameters(model, trained).items()
+        for name, parameters in owned_parameters(model, trained=trained, ignored=ignored).items()
     ]
     return ModelProfile(
         model=type(getattr(model, "_orig_mod", model)).__name__,
@@ -225,13 +220,15 @@ class StepWatch:
     """
 
     model: nn.Module
+    ignored: Container[str] = ()
+    """As for `owned_parameters`."""
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _forward_order: list[str] = field(default_factory=list)
     _handles: list[Any] = field(default_factory=list)
     _batch_size: int = 0
 
     def __post_init__(self) -> None:
-        base = profile_structure(self.model)
+        base = profile_structure(self.model, ignored=self.ignored)
         self._model_name, self._is_compiled = base.model, base.is_compiled
         self._layers = {layer.name: layer for layer in base.layers}
         blocks = compiled_blocks(self.model)

@@ -7,25 +7,21 @@ the order of the forward pass and, seen from behind, in the order of arrival.
 
 from collections.abc import Container, Mapping, Sequence
 
-from torch import nn
-
 from poseidon.comm import AllReduce, CommScheme, SparseRows
 from poseidon.comm.bucket import split_into_buckets
 from poseidon.plan import Choice, Plan
-from poseidon.profile.graph import LayerSpec
-from poseidon.profile.structure import profile_structure
+from poseidon.profile.graph import LayerSpec, ModelProfile
 
 
-def extend(plan: Plan, model: nn.Module, trained: Container[int], changed: Container[str]) -> Plan:
+def extend(plan: Plan, now: ModelProfile, changed: Container[str]) -> Plan:
     """The plan with the layers that the model trains now.
 
     Args:
         plan: For the layers that it trained so far.
-        model: The root module.
-        trained: `id`s of parameters that count as trainable even while they are frozen.
+        now: The layers that it trains now, in module order.
         changed: Names of layers that may be called as before, but have other parameters.
     """
-    found = {layer.name: layer for layer in profile_structure(model, trained).layers}
+    found = {layer.name: layer for layer in now.layers}
     kept = {name for name in plan.layers if name in found and name not in changed}
     new = [name for name in found if name not in kept]
     before = dict(zip(found, [None, *found], strict=False))

@@ -16,8 +16,7 @@ from torch import nn
 
 from poseidon.comm.group import Group, Pending
 from poseidon.errors import CommError
-from poseidon.profile.structure import is_ignored, owned_parameters
-from poseidon.runtime.ignored import named_tensors
+from poseidon.profile.structure import owned_parameters
 from poseidon.runtime.replicas import broadcast_tensor
 
 CHANGE_TAG = 6
@@ -66,16 +65,17 @@ class Inventory:
     @property
     def changed_layers(self) -> Container[str]:
         """Names of the layers whose parameters are not those that the run trains."""
-        now = _ids_by_layer(self._layers_now())
+        now = _ids_by_layer(self.layers)
         return {name for name, ids in now.items() if ids != self._layers.get(name)}
 
-    def _layers_now(self) -> dict[str, dict[str, nn.Parameter]]:
+    @property
+    def layers(self) -> dict[str, dict[str, nn.Parameter]]:
         """The parameters that the run is to train, by layer, as they are in the model."""
-        return owned_parameters(self._model, self._trained)
+        return owned_parameters(self._model, trained=self._trained, ignored=self._ignored)
 
     def take(self) -> None:
         """From here on, what the model trains now is what the run trains."""
-        layers = self._layers_now()
+        layers = self.layers
         self._layers = _ids_by_layer(layers)
         self._names = {_joined(layer, name): p for layer, owned in layers.items() for name, p in owned.items()}
         self._trained = {id(parameter): parameter for parameter in self._names.values()}
@@ -87,8 +87,9 @@ class Inventory:
         self._modules = list(self._model.modules())
         self._parameter_ids, self._module_ids = self._ids()
         self._resting = [
-            p for p in self._model.parameters() if id(p) not in self._trained and not (p.requires_grad or is_ignored(p))
+            p for name, p in self._model.named_parameters() if id(p) not in self._trained and name not in self._ignored
         ]
+        """Those that are frozen and were never trained."""
 
     def _ids(self) -> tuple[list[int], list[int]]:
         parameters = [id(p) for module in self._modules for p in module._parameters.values()]
@@ -112,7 +113,6 @@ class Inventory:
             return None
         if any(not isinstance(p, nn.Parameter | None) for m in self._modules for p in m._parameters.values()):
             return None  # `torch.func.functional_call` has put other tensors in the place of parameters for one call
-        self._mark_ignored()
         change = self._compare()
         if change is None:
             self._snapshot()
@@ -127,14 +127,8 @@ class Inventory:
                     "of that kind; call run.detach() before converting or moving the model, and distribute it again"
                 )
 
-    def _mark_ignored(self) -> None:
-        """A parameter that has replaced one that is ignored is ignored too."""
-        for name, tensor in named_tensors(self._model):
-            if name in self._ignored and not is_ignored(tensor):
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
     def _compare(self) -> Change | None:
-        now = {_joined(layer, name): p for layer, owned in self._layers_now().items() for name, p in owned.items()}
+        now = {_joined(layer, name): p for layer, owned in self.layers.items() for name, p in owned.items()}
         added = tuple(name for name, p in now.items() if self._names.get(name) is not p)
         gone = tuple(name for name, p in self._names.items() if now.get(name) is not p)
         if not added and not gone:
@@ -149,6 +143,7 @@ class Inventory:
 
     def make_equal(self, group: Group) -> None:
         """Gives every rank rank 0's value of each parameter and buffer that it has not had yet."""
+        new: list[tuple[str, torch.Tensor]]
         new = [(name, p) for name, p in self._model.named_parameters() if id(p) not in self._equal]
         new += [(name, b) for name, b in self._model.named_buffers() if name not in self._buffers]
         for name, tensor in new:
