@@ -34,8 +34,15 @@ PRELOAD = (
 GRACE_SECONDS = 2.0
 """How long the other ranks may go on after one has failed, to say what they saw."""
 
-_forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(list(PRELOAD))
+forkserver = multiprocessing.get_context("forkserver")
+_preloaded = list(PRELOAD)
+forkserver.set_forkserver_preload(_preloaded)
+
+
+def preload(*modules: str) -> None:
+    """Has the forkserver import these too, once for all ranks: for the top level of a test module, before any rank."""
+    _preloaded.extend(modules)
+    forkserver.set_forkserver_preload(_preloaded)
 
 
 def run_ranks(
@@ -77,7 +84,7 @@ def run_ranks(
         ranks = [_Rank(rank, Path(folder) / f"stack{rank}") for rank in range(world_size)]
         try:
             for rank in ranks:
-                rank.start(_environment(rank.rank, world_size, port), timeout, init, payload)
+                rank.start(environment_of(rank.rank, world_size, port), timeout, init, payload)
             _collect(ranks, time.monotonic() + timeout, expect_dead)
             _raise_failure(ranks, timeout, expect_dead)
         finally:
@@ -93,7 +100,7 @@ class _Rank:
     def __init__(self, rank: int, stack_file: Path) -> None:
         self.rank = rank
         self.stack_file = stack_file
-        self.reader, self.writer = _forkserver.Pipe(duplex=False)
+        self.reader, self.writer = forkserver.Pipe(duplex=False)
         self.process: Any = None
         self.ended_at: float | None = None
         self.answered = False
@@ -102,7 +109,7 @@ class _Rank:
         self.trace = ""
 
     def start(self, environment: dict[str, str], timeout: float, init: bool, payload: bytes) -> None:
-        self.process = _forkserver.Process(
+        self.process = forkserver.Process(
             target=_run_rank, args=(self.writer, environment, self.stack_file, timeout, init, payload)
         )
         self.process.start()
@@ -153,7 +160,7 @@ class _Rank:
         self.process.close()
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
