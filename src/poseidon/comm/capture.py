@@ -82,7 +82,7 @@ class ReplacedForward:
         return self._forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MethodType, (type(self._module).forward, self._module)
+        return _own_forward, (self._module,)
 
     def remove(self) -> None:
         """Gives the module its own forward back."""
@@ -90,6 +90,10 @@ class ReplacedForward:
             self._module.__dict__.pop("forward", None)
         else:
             self._module.__dict__["forward"] = self._had
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    return MethodType(type(module).forward, module)
 
 
 def accumulates(node: Node) -> bool:

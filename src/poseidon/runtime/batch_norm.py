@@ -169,7 +169,7 @@ class BatchNormLayer:
         self._items = items
         self.hold_forward: Hold = lambda part: {0: part}
         self.hold_backward: Hold = lambda part: {0: part}
-        self._replaced = ReplacedForward(module, torch.compiler.disable(self._forward))
+        self._replaced = ReplacedForward(module, self._forward)
 
     @property
     def buffers(self) -> list[str]:
