@@ -8,10 +8,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, overload
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from poseidon.profile.structure import owned_parameters
 from poseidon.runtime.comm_thread import CommThread
 from poseidon.runtime.deferral import Deferral, Lookout, check_deferred
 from poseidon.runtime.hooks import PassHooks
+from poseidon.runtime.loading import ShardedLoader, Sharding, Source, shard
+from poseidon.runtime.means import Figure, mean_over_ranks
 from poseidon.runtime.options import RunOptions
 from poseidon.runtime.portions import Dealing
 from poseidon.runtime.recorder import Recorder
@@ -38,6 +40,7 @@ from poseidon.runtime.replicas import (
     check_same_model,
     check_same_plan,
 )
+from poseidon.runtime.streams import Split
 from poseidon.timeline import Activity, Timeline
 
 log = logging.getLogger(__name__)
@@ -195,6 +198,72 @@ class Run:
         """
         yield
         self.drain(update)
+
+    def shard(
+        self,
+        source: Source,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        train: bool = True,
+        portions: Sequence[float] | None = None,
+        split: Split = "elements",
+        seed_samples: bool = False,
+        update: Callable[[], None] | None = None,
+    ) -> ShardedLoader:
+        """This rank's part of the data of a loop; all ranks call this together.
+
+        Each `for` over what it returns is an epoch, in which each sample is seen by one rank, once: nothing is padded,
+        repeated or left out. The next epoch is shuffled anew. Batches say themselves how many samples they have, and a
+        rank whose epoch ends a batch early answers the others' last exchange.
+
+        Args:
+            source: A data set, map-style or iterable, or a `DataLoader` of one; batch sizes are those of one rank.
+            batch_size: For a data set; a loader has its own.
+            shuffle: Whether map-style data is shuffled; as the loader's sampler says if left out, and a data set for
+                training only.
+            seed: Of the order.
+            train: False for evaluation, where only the samples are dealt.
+            portions: How much of each batch of all ranks each rank takes, in relation to the others; as `dealing` says
+                if left out.
+            split: How an iterable data set is divided: by `"elements"`, by itself among `"workers"`, or `"none"`
+                because it divides itself by ranks, too.
+            seed_samples: Makes random draws in `__getitem__` depend on seed, epoch and index only.
+            update: What the loop does after a backward pass, for exchanges that are answered; see `drain`.
+
+        Returns:
+            A loader, with `state_dict` and `load_state_dict` to go on in the middle of an epoch.
+
+        Raises:
+            ConfigError: The data or an option cannot be used, or they differ between ranks.
+        """
+        sharding = Sharding(
+            shuffle=shuffle,
+            seed=seed,
+            train=train,
+            portions=None if portions is None else tuple(portions),
+            split=split,
+            seed_samples=seed_samples,
+            update=update,
+        )
+        return shard(self, source, batch_size=batch_size, sharding=sharding)
+
+    @overload
+    def mean(self, value: Figure, n: float = 1) -> float: ...
+    @overload
+    def mean(self, value: Mapping[str, Figure], n: float = 1) -> dict[str, float]: ...
+    def mean(self, value: Figure | Mapping[str, Figure], n: float = 1) -> float | dict[str, float]:
+        """The mean over the samples of all ranks of what each rank has as its own; all ranks call this together.
+
+        Args:
+            value: This rank's mean, such as a loss, or several by name.
+            n: How many samples it is a mean over; zero where this rank had none.
+
+        Raises:
+            ConfigError: Ranks give figures of different names.
+        """
+        return mean_over_ranks(self.group, value, n)
 
     def _update(self) -> None:
         if self.optimizer is not None:
