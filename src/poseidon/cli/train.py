@@ -38,6 +38,7 @@ from poseidon.runtime.clocks import Clocks, measure_offsets
 from poseidon.runtime.ledger import Watcher
 from poseidon.runtime.options import Shares
 from poseidon.runtime.run_folder import RunFolder, check_unused
+from poseidon.runtime.seeding import seed as seed_rank
 from poseidon.runtime.surroundings import Surroundings, counted, device_of_rank, survey
 from poseidon.runtime.trainer import Outcome, Schedule
 from poseidon.runtime.trainer import train as train_task
@@ -167,7 +168,7 @@ def work(
         optimizer = task.make_optimizer(model.parameters())
         wanted = {name: options[name] for name in ("plan", "allow", "shares")}
         run = distribute(model, optimizer, group=group, **wanted)
-        torch.manual_seed(schedule.seed + 1 + group.rank)  # dropout draws other masks on each rank
+        seed_rank(schedule.seed, group=group)  # dropout draws other masks on each rank
         if folder is not None:
             run.recorder.on_step.append(folder.note_step)
         facts = {
