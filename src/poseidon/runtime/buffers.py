@@ -33,13 +33,18 @@ class Buffers:
         self._ignored = ignored
         self._side = group.side() if after_step and group.world_size > 1 else None
         self._agreed = self._layout()
-        self.are_equal = True
+        self._are_equal = True
         """Whether nothing has happened since they were made equal that makes them differ."""
         self._hook = model.register_forward_pre_hook(ModuleHook(self._note_forward))
 
     def remove(self) -> None:
         """Takes out what was put into the model."""
         self._hook.remove()
+
+    @property
+    def equal(self) -> list[str]:
+        """The names of those that have to be equal on all ranks at present: all, or none since the last forward."""
+        return list(self._named()) if self._are_equal else []
 
     def sync(self) -> None:
         """Gives every rank rank 0's buffers; on all ranks together, while no transfer is under way.
@@ -77,7 +82,7 @@ class Buffers:
             self._send(self._side)
 
     def _note_forward(self, *_: object) -> None:
-        self.are_equal = self.are_equal and not self._model.training
+        self._are_equal = self._are_equal and not self._model.training
 
     def _named(self) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in self._model.named_buffers() if name not in self._ignored}
@@ -97,7 +102,7 @@ class Buffers:
             if group.rank != 0:
                 for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                     buffer.copy_(values.view(buffer.shape))
-        self.are_equal = True
+        self._are_equal = True
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ compared; only where it differs do the ranks tell each other more.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ class DriftCheck:
         optimizer: Whose hyperparameters are compared; None where there is none.
         group: The ranks.
         every: After how many exchanges; 0 for never.
-        with_buffers: Whether the run keeps buffers equal, so that they have to be.
+        equal_buffers: The names of the buffers that have to be equal at present.
         ignored: Names of what stays each rank's own.
     """
 
@@ -38,14 +38,14 @@ class DriftCheck:
         group: Group,
         *,
         every: int = 0,
-        with_buffers: bool = False,
+        equal_buffers: Callable[[], Container[str]] = tuple,
         ignored: Container[str] = (),
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._group = group
         self._every = every
-        self._with_buffers = with_buffers
+        self._equal_buffers = equal_buffers
         self._ignored = ignored
         self._proven = 0
         """After how many exchanges the replicas were last seen to be equal."""
@@ -72,8 +72,8 @@ class DriftCheck:
     def _digests(self) -> dict[str, str]:
         """Of each tensor that has to be equal, by what messages call it."""
         named: list[tuple[str, str, torch.Tensor]] = [("parameter", *one) for one in self._model.named_parameters()]
-        if self._with_buffers:
-            named += [("buffer", *one) for one in self._model.named_buffers()]
+        equal = self._equal_buffers()
+        named += [("buffer", *one) for one in self._model.named_buffers() if one[0] in equal]
         return {f"{kind} {name!r}": digest(tensor) for kind, name, tensor in named if name not in self._ignored}
 
     def _name_difference(self, tensors: dict[str, str], settings: dict[str, str], num_exchanges: int) -> None:
