@@ -54,12 +54,16 @@ def test_ranks_that_compute_alike_are_left_alone():
     assert Ranks([FAST, FAST, 1.03 * FAST]).go_on(30) == []
 
 
-def test_half_of_the_way_is_gone_at_once():
+def test_the_first_change_goes_all_the_way_and_a_later_one_half_of_it():
     ranks = Ranks([FAST, FAST, SLOW, SLOW])
     (change,) = ranks.go_on()
-    assert change.samples == (42, 42, 22, 22)
+    assert change.samples == (52, 52, 12, 12)
     assert change.seconds_before == pytest.approx(0.128)
-    assert change.seconds_after == pytest.approx(0.088)
+    assert change.seconds_after == pytest.approx(0.052)
+    ranks.per_sample = [FAST, FAST, FAST, FAST]
+    (change,) = ranks.go_on()
+    assert change.samples == (42, 42, 22, 22)
+    assert change.seconds_after == pytest.approx(0.042)
 
 
 def test_nothing_is_decided_on_fewer_readings():

@@ -1,9 +1,9 @@
 """Shares by speed, adapted slowly: a pure state machine that is fed readings and tells when to share in another way.
 
 Comes in: now and then one `Reading` of every rank, and how many samples each has. Goes out: nothing for as long as
-other shares would gain little, else a `Change`, half of the way to the best ones. The rest of the way is gone as the
-next readings show where it leads: so a time that a rank needs whatever its samples is found by and by, and one odd
-reading does little harm. The global batch stays as large as it is.
+other shares would gain little, else a `Change`. The first goes to the best shares, since equal ones were nobody's
+finding; each later one half of the way, as the readings after it show where that leads: so a time that a rank needs
+whatever its samples is found by and by, and odd readings do little harm. The global batch stays as large as it is.
 """
 
 from collections import deque
@@ -44,6 +44,7 @@ class Balance:
     def __init__(self, propose: Propose) -> None:
         self._propose = propose
         self._recent: deque[Sequence[Reading]] = deque(maxlen=NUM_READINGS)
+        self._has_changed = False
 
     def restart(self) -> None:
         """What was read holds no longer."""
@@ -71,7 +72,8 @@ class Balance:
         if before - then < LEAST_GAIN * (before + standing_still):
             return None
         self.restart()
-        changed = half_way(samples, best)
+        changed = half_way(samples, best) if self._has_changed else tuple(best)
+        self._has_changed = True
         after = _slowest(fixed, per_sample, changed)
         return Change(samples=changed, seconds_before=before, seconds_after=after)
 
