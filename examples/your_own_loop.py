@@ -7,7 +7,7 @@ poseidon lab --hosts 4 --link 1Gbit/s -- python examples/your_own_loop.py       
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import poseidon  # 1
 
@@ -18,29 +18,28 @@ def main(num_epochs: int = 2) -> float:
     torch.manual_seed(0)
     inputs = torch.randn(2048, 256)
     labels = (inputs @ torch.randn(256, 10)).argmax(dim=1)
-    dataset = TensorDataset(inputs, labels)
-    sampler = DistributedSampler(dataset, group.world_size, group.rank, seed=0)  # 3
-    loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=32, shuffle=True)
 
     model = nn.Sequential(nn.Linear(256, 2048), nn.ReLU(inplace=True), nn.Linear(2048, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    run = poseidon.distribute(model, optimizer)  # 4
+    run = poseidon.distribute(model, optimizer)  # 3
+    loader = run.shard(loader)  # 4: each sample once per epoch over all ranks, in another order each time
 
     for epoch in range(num_epochs):
-        sampler.set_epoch(epoch)
         for x, y in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()  # when this returns, p.grad is the mean over all ranks
+            loss.backward()  # when this returns, p.grad is the mean over all samples of all ranks
             optimizer.step()
+        mean = run.mean(loss.item(), len(x))
         if group.rank == 0:
-            print(f"epoch {epoch}: loss {loss.item():.3f}")
+            print(f"epoch {epoch}: loss {mean:.3f}")
 
     run.check_replicas()  # every rank holds the same bits
     if group.rank == 0:
         print(run.plan.summary())
     poseidon.shutdown()
-    return loss.item()
+    return mean
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from poseidon.errors import CommError, ConfigError, InfeasibleError
 from poseidon.plan import Plan, PredictedStep
 from poseidon.profile.structure import owned_parameters
 from poseidon.runtime.comm_thread import CommThread
-from poseidon.runtime.deferral import Deferral, Lookout, check_deferred
+from poseidon.runtime.deferral import Deferral, Lookout, check_deferred, undisturbed
 from poseidon.runtime.hooks import PassHooks
 from poseidon.runtime.loading import ShardedLoader, Sharding, Source, shard
 from poseidon.runtime.means import Figure, mean_over_ranks
@@ -129,8 +129,9 @@ class Run:
         if optimizer is not None:
             before = optimizer.register_step_pre_hook(self._before_optimizer)
             after = optimizer.register_step_post_hook(self._after_optimizer)
-            self._step_hook = before.id
-            self._optimizer_handles = [before, after]
+            last = optimizer.register_step_post_hook(lambda *_: self._show_whole(False))
+            self._step_hook, self._last_hook = before.id, last.id
+            self._optimizer_handles = [before, after, last]
             # What comes after the step sees it done; what comes before it is told apart in `_before_optimizer`.
             hooks: Any = optimizer._optimizer_step_post_hooks
             hooks.move_to_end(after.id, last=False)
@@ -263,7 +264,8 @@ class Run:
         Raises:
             ConfigError: Ranks give figures of different names.
         """
-        return mean_over_ranks(self.group, value, n)
+        with self.recorder.standing_still("mean"):
+            return mean_over_ranks(self.group, value, n)
 
     def _update(self) -> None:
         if self.optimizer is not None:
@@ -517,7 +519,8 @@ class Run:
         for exchange in self._finishing:
             for transfer in exchange.transfers:
                 self._wait(transfer)
-            exchange.finish()
+            with undisturbed():
+                exchange.finish()
         self.recorder.add_transfers([self._counting.transfer])
         self.recorder.add_transfers(t for exchange in self._finishing for t in exchange.transfers)
 
@@ -583,6 +586,9 @@ class Run:
         if self._deferral is not None:
             is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._step_hook
             self._deferral.before_step(args, kwargs, is_last=is_last)
+        self._show_whole(False)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._last_hook)
         self.recorder.begin(Activity.OPTIMIZER)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -596,6 +602,11 @@ class Run:
             for name, pending in pendings:
                 if pending is not None:
                     self._wait_for(pending, f"{name} (gather)")
+        self._show_whole(True)  # to the hooks that follow: what they change has to change on every rank
+
+    def _show_whole(self, whole: bool) -> None:
+        for exchange in self._exchanges:
+            exchange.show_whole(whole)
 
 
 def attach(
