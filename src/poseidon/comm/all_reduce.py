@@ -243,9 +243,9 @@ class BucketExchange(Exchange):
 
     def finish(self) -> None:
         """A gradient that no rank made stays as it was, so that the optimizer skips it as it would on one rank."""
-        *made, self.votes = self.bucket.facts.tolist()
+        *self.made, self.votes = self.bucket.facts.tolist()
         if 0.0 in self._made:
-            for parameter, view, count in zip(self.bucket.parameters, self.bucket.views, made, strict=True):
+            for parameter, view, count in zip(self.bucket.parameters, self.bucket.views, self.made, strict=True):
                 if count > 0 and parameter.grad is None:
                     parameter.grad = view
 

@@ -396,15 +396,16 @@ class PairedRowsExchange(Exchange):
     def finish(self) -> None:
         """Hands all ranks' rows to `combine`."""
         firsts, seconds = [], []
-        reached = False
+        reached = 0
         for rank in range(self.group.world_size):
             header, second = self._parts[1].received(rank)
             first = self._parts[0].received(rank)[1][: second.shape[0]]
             if rank in self._repaired:
                 first, second = self._repaired[rank]
-            reached = reached or header.reached
+            reached += header.reached
             firsts.append(first)
             seconds.append(second)
+        self.made = [float(reached)] * len(self.parameters)
         if reached:
             self.combine(firsts, seconds)
 

@@ -319,6 +319,8 @@ class Exchange(ABC):
     handles: list[Removable] = field(default_factory=list)
     tag: int = 0
     """First of `TAGS_PER_EXCHANGE` message tags that only this exchange uses; the same on every rank."""
+    made: Sequence[float] = ()
+    """On how many ranks each parameter's gradient was made in the last exchange; the same on every rank."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -346,6 +348,9 @@ class Exchange(ABC):
     def after_optimizer(self) -> Pending | None:
         """Called at the end of `optimizer.step()`: starts what has to follow the update."""
         return None
+
+    def show_whole(self, whole: bool) -> None:  # noqa: B027 - most schemes leave the optimizer as it is
+        """Has the optimizer's groups hold whole parameters, or what this rank updates of them."""
 
     def end_unsynced(self) -> None:  # noqa: B027 - most schemes have nothing to do here
         """At the end of a backward pass inside `no_sync`."""
