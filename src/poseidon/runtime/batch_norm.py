@@ -20,6 +20,7 @@ deviations is from T. Chan et al., "Algorithms for computing the sample variance
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +46,20 @@ class SyncedBatchNorms:
         model: The root module.
         group: The ranks.
         items: What the loss of the backward pass under way on this rank is a mean over; 1 where all ranks count alike.
+        standing_still: Notes what the training thread waits in, by its name.
     """
 
-    def __init__(self, model: nn.Module, group: Group, items: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        items: Callable[[], float],
+        standing_still: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
         self._model = model
         self._group = group
         self._items = items
+        self._standing_still = standing_still
         self._seat: Seat | None = take_seat(group) if group.world_size > 1 else None
         self._layers: dict[str, BatchNormLayer] = {}
 
@@ -80,9 +89,18 @@ class SyncedBatchNorms:
         layer = BatchNormLayer(name, module, self._items)
         if self._seat is not None:
             width = 2 * module.num_features
-            layer.hold_forward = self._seat.add(f"the forward pass of {name!r}", 1 + width, layer.hear)
-            layer.hold_backward = self._seat.add(f"the backward pass of {name!r}", width, lambda _: None)
+            forward = self._seat.add(f"the forward pass of {name!r}", 1 + width, layer.hear)
+            backward = self._seat.add(f"the backward pass of {name!r}", width, lambda _: None)
+            layer.hold_forward = self._noted(f"statistics of {name}", forward)
+            layer.hold_backward = self._noted(f"gradients of the statistics of {name}", backward)
         return layer
+
+    def _noted(self, name: str, hold: Hold) -> Hold:
+        def noted(part: torch.Tensor) -> Parts:
+            with self._standing_still(name):
+                return hold(part)
+
+        return noted
 
     @property
     def buffers(self) -> list[str]:
@@ -96,8 +114,9 @@ class SyncedBatchNorms:
 
     def listen(self) -> None:
         """Answers ranks that still compute until all have come to the end of the step."""
-        if self._seat is not None:
-            self._seat.listen()
+        if self._seat is not None and self._seat.is_heard:
+            with self._standing_still("statistics of other ranks"):
+                self._seat.listen()
 
     def next_step(self) -> None:
         """The step is over on this rank."""

@@ -95,6 +95,11 @@ class Rounds:
         self._received = {peer: torch.zeros(1 + width, dtype=torch.float64) for peer in self._side.peers}
         return self._num_topics
 
+    @property
+    def has_topics(self) -> bool:
+        """Whether there is anything to hold rounds on."""
+        return bool(self._topics)
+
     def hold(self, number: int, part: torch.Tensor) -> Parts:
         """One round.
 
@@ -199,6 +204,11 @@ class Seat:
     def end_step(self) -> None:
         """This rank has nothing more to say in the present step."""
         self._rounds.end(self.run)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether this run, or another one on the same ranks, has topics: nobody listens where there are none."""
+        return self._rounds.has_topics
 
     def listen(self) -> None:
         """Answers the others until they have ended the step too; nothing to do where this rank has not."""
