@@ -3,7 +3,9 @@
 A layer's gradients are laid end to end and cut into one stretch per rank, equal to within an element, so that one big
 layer loads all shards alike. Stretches travel in pieces of `piece_bytes`, and the owner adds a piece as soon as every
 rank's has come. The optimizer sees only the owner's stretch: its state is 1/P on each rank, and `p.grad` stays empty.
-After `optimizer.step()` the owners send the new parameters to everybody.
+After `optimizer.step()` the owners send the new parameters to everybody. Hooks that come after the step find whole
+parameters in the optimizer's groups. Where any rank's gradient of a layer is not finite, every shard of the layer is
+made so, and a `GradScaler` skips the same steps on all ranks.
 
 gloo's own reduce-scatter leaves more than half of a link idle; pieces point to point do not, and so they are used.
 
@@ -41,6 +43,8 @@ from poseidon.units import MIB, Bytes
 _T = TypeVar("_T", bound=torch.Tensor)
 
 PIECE_BYTES = 2 * MIB
+LOOKING_TRAFFIC = 1
+"""Bytes read per byte of a gradient that is looked through for numbers that are not finite."""
 WINDOW = 8
 """Pieces from each peer that are on their way at a time."""
 
@@ -81,7 +85,7 @@ class ShardedServer(CommScheme):
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
         """Half of the bytes when the gradient is ready, half when the optimizer has run on a stretch; copies between.
 
-        The whole gradient is laid out once. Of the own stretch each rank's part is added as it comes.
+        The whole gradient is laid out once, and looked through. Of the own stretch each rank's part is added as it comes.
         """
         world_size = rates.world_size
         half = layer.num_bytes * (world_size - 1) / world_size
@@ -93,7 +97,7 @@ class ShardedServer(CommScheme):
             messages=(push, gather),
             wire_seconds=2 * (half / curve.bandwidth + curve.latency) if world_size > 1 else 0.0,
             backward_seconds=local_gradient_seconds(layer, rates),
-            prepare_seconds=COPY_TRAFFIC * layer.num_bytes / rates.memory_bandwidth,
+            prepare_seconds=(COPY_TRAFFIC + LOOKING_TRAFFIC) * layer.num_bytes / rates.memory_bandwidth,
             finish_seconds=COPY_TRAFFIC * layer.num_bytes / world_size / rates.memory_bandwidth,
             update_share=1.0 / world_size,
         )
@@ -200,12 +204,19 @@ class ServerExchange(Exchange):
         """Gives each shard the mean of its stretch."""
         for shard in self._shards:
             shard.finish()
+        made = {id(p): count for shard in self._shards for p, count in zip(shard.parameters, shard.made, strict=True)}
+        self.made = [made[id(parameter)] for parameter in self._parameters]
 
     def after_optimizer(self) -> Pending | None:
         """Starts to send this rank's new parameters and to receive the others'."""
         what = f"parameters of {self.name} in step {self.step.index}"
         offset = len(self._shards)
         return _together([shard.gather(self.tag + offset + i, what) for i, shard in enumerate(self._shards)])
+
+    def show_whole(self, whole: bool) -> None:
+        """Has the optimizer's groups hold whole parameters, or this rank's stretch of them."""
+        for shard in self._shards:
+            shard.show_whole(whole)
 
     def reset(self) -> None:
         """Waits for all gradients again."""
@@ -228,14 +239,17 @@ class Shard:
     ) -> None:
         self._group = group
         self._optimizer = optimizer
-        self._parameters = list(parameters)
-        first = self._parameters[0]
+        self.parameters = list(parameters)
+        self.made: list[float] = [0.0] * len(self.parameters)
+        """On how many ranks each gradient was made in the last exchange."""
+        first = self.parameters[0]
         self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         """This rank's share of the mean gradient; on the own stretch, after the push, the mean."""
         self._stretches = stretches(self._flat.numel(), group.world_size)
         self._piece = max(1, piece_bytes // first.element_size())
-        self._made = torch.zeros(len(self._parameters), device=first.device)
-        """One number per parameter: on how many ranks its gradient was made."""
+        self._facts = torch.zeros(len(self.parameters) + 1, device=first.device)
+        """One number per parameter: on how many ranks its gradient was made. Then on how many ranks something in the
+        gradients is not finite."""
         self._arriving: list[tuple[torch.Tensor, tuple[Pending, dict[int, torch.Tensor]]]] = []
         """Of the push under way: places in this rank's numbers, and what is being received to be added there."""
         self._to_come: list[torch.Tensor] = []
@@ -245,9 +259,9 @@ class Shard:
         """Of each parameter the part inside the own stretch, perhaps empty; it shares the parameter's memory."""
         self._hook = optimizer.register_step_post_hook(self._note_step)
         self._stepped = True
-        self._swap(dict(zip(self._parameters, self._own, strict=True)))
+        self.show_whole(False)
         for whole, own, (_, a, b) in zip(
-            self._parameters, self._own, _intersections(parameters, start, end), strict=True
+            self.parameters, self._own, _intersections(parameters, start, end), strict=True
         ):
             if whole.grad is not None:  # a mean that the optimizer has not used yet
                 own.grad, whole.grad = whole.grad.reshape(-1)[a:b].clone(), None
@@ -261,6 +275,11 @@ class Shard:
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
 
+    def show_whole(self, whole: bool) -> None:
+        """Has the optimizer's groups hold whole parameters, or the own stretch of them."""
+        there, wanted = (self._own, self.parameters) if whole else (self.parameters, self._own)
+        self._swap(dict(zip(there, wanted, strict=True)))
+
     def _swap(self, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
         for group in self._optimizer.param_groups:
             group["params"] = [replacements.get(p, p) for p in group["params"]]
@@ -268,15 +287,17 @@ class Shard:
     def take(self, scale: float) -> None:
         """Lays this rank's gradients, scaled to their share of the mean, end to end, and frees them."""
         offset = 0
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             place = self._flat[offset : offset + parameter.numel()]
             if parameter.grad is None or not scale:
                 place.zero_()
             else:
                 torch.mul(parameter.grad.reshape(-1), scale, out=place)
             offset += parameter.numel()
-        self._made.copy_(torch.tensor([float(p.grad is not None) for p in self._parameters]))
-        for parameter in self._parameters:
+        self._facts[:-1].copy_(torch.tensor([float(p.grad is not None) for p in self.parameters]))
+        if self._flat.numel():
+            self._facts[-1] = torch.stack(torch.aminmax(self._flat)).isfinite().all().logical_not()
+        for parameter in self.parameters:
             parameter.grad = None
 
     def push(self, tag: int, what: str) -> Pending:
@@ -286,12 +307,12 @@ class Shard:
         pieces leave. Behind these, the word would wait, and the two directions would take turns.
         """
         own = [self._flat[a:b] for a, b in pieces(*self._stretches[self._group.rank], self._piece)]
-        self._arriving = [(place, self._receive(place, tag, what)) for place in (self._made, *own[:WINDOW])]
+        self._arriving = [(place, self._receive(place, tag, what)) for place in (self._facts, *own[:WINDOW])]
         self._to_come = own[WINDOW:]
         sends = []
-        made = self._made.clone()  # the sum over the ranks is formed in place while this is on its way
+        facts = self._facts.clone()  # the sum over the ranks is formed in place while this is on its way
         for peer in self._group.peers:
-            sends.append((peer, made))
+            sends.append((peer, facts))
             sends += [(peer, self._flat[a:b]) for a, b in pieces(*self._stretches[peer], self._piece)]
         return self._group.exchange(sends, [], tag=tag, what=what)
 
@@ -325,7 +346,8 @@ class Shard:
     def finish(self) -> None:
         """Gives the optimizer the mean over the own stretch; a gradient that no rank made stays away."""
         offset = self._stretches[self._group.rank][0]
-        for own, made in zip(self._own, self._made.tolist(), strict=True):
+        *self.made, not_finite = self._facts.tolist()
+        for own, made in zip(self._own, self.made, strict=True):
             mean = self._flat[offset : offset + own.numel()]
             offset += own.numel()
             if not made:
@@ -336,11 +358,19 @@ class Shard:
                 own.grad.copy_(mean)
             else:
                 own.grad.add_(mean)
+        if not_finite:
+            self._spoil()
         self._stepped = False
+
+    def _spoil(self) -> None:
+        """Some rank's gradient is not finite, perhaps in another stretch: here, too, whoever looks is to see it."""
+        for own in self._own:
+            if own.grad is not None and own.numel():
+                own.grad[0] = torch.nan
 
     def gather(self, tag: int, what: str) -> Pending:
         """Starts to exchange stretches of the parameters' own memory: owners send, the others receive in place."""
-        return self._gather([p.detach().view(-1) for p in self._parameters], tag, what)
+        return self._gather([p.detach().view(-1) for p in self.parameters], tag, what)
 
     def _gather(self, wholes: Sequence[torch.Tensor], tag: int, what: str) -> Pending:
         sends: list[tuple[int, torch.Tensor]] = []
@@ -360,11 +390,11 @@ class Shard:
     def detach(self, tag: int) -> None:
         """Whole parameters in the optimizer's groups again, and whole state, gathered from its owners."""
         self._hook.remove()
-        self._swap(dict(zip(self._own, self._parameters, strict=True)))
-        if not self._stepped and any(self._made.tolist()):
+        self.show_whole(True)
+        if not self._stepped and any(self._facts[:-1].tolist()):
             self._restore_gradients(tag)
         states = [self._optimizer.state.pop(own, {}) for own in self._own]
-        for parameter, state in zip(self._parameters, states, strict=True):
+        for parameter, state in zip(self.parameters, states, strict=True):
             if state:  # a parameter that no gradient has reached yet has none
                 self._optimizer.state[parameter] = state
         for key in sorted({key for state in states for key in state}):
@@ -378,21 +408,20 @@ class Shard:
         """A mean that the optimizer has not used yet belongs into `p.grad` again."""
         gradients = [torch.zeros_like(own) if own.grad is None else own.grad for own in self._own]
         wholes = self._whole(gradients, tag, "gradients")
-        for parameter, whole, made in zip(self._parameters, wholes, self._made.tolist(), strict=True):
+        for parameter, whole, made in zip(self.parameters, wholes, self._facts[:-1].tolist(), strict=True):
             if made:
                 parameter.grad = whole
 
     def _whole(self, values: Sequence[torch.Tensor], tag: int, what: str) -> list[torch.Tensor]:
         """From one value for each own stretch, gathered over the ranks, one for each whole parameter."""
         wholes = [
-            torch.zeros(p.numel(), dtype=v.dtype, device=p.device)
-            for p, v in zip(self._parameters, values, strict=True)
+            torch.zeros(p.numel(), dtype=v.dtype, device=p.device) for p, v in zip(self.parameters, values, strict=True)
         ]
         start, end = self._stretches[self._group.rank]
         for (whole, a, b), value in zip(_intersections(wholes, start, end), values, strict=True):
             whole[a:b] = value
         self._gather(wholes, tag, f"{what} of sharded layers").wait()
-        return [whole.view(p.shape) for p, whole in zip(self._parameters, wholes, strict=True)]
+        return [whole.view(p.shape) for p, whole in zip(self.parameters, wholes, strict=True)]
 
 
 def _intersections(tensors: Sequence[_T], start: int, end: int) -> list[tuple[_T, int, int]]:
