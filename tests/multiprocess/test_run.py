@@ -54,7 +54,7 @@ def threads():
 
 def undone(rank, world_size):
     pair = Pair(rank, world_size, Everything(), MIX, square, lookups)
-    assert threads() == {"poseidon-issue", "poseidon-complete"}
+    assert threads() == {"poseidon-issue", "poseidon-complete", "poseidon-complete-aside"}
     pair.steps(3)
     pair.run.check_replicas()
     pair.backward(3)

@@ -3,8 +3,9 @@
 One thread issues. It takes the transfers one by one, waits until the training thread has made the next one ready, and
 starts it; nothing overtakes, so ranks can neither deadlock nor mix up messages. A second thread waits for what was
 started and finishes it. Where a transfer has several stages, a thread for each waits for one stage and starts the next,
-so that what the stages start is in the schedule's order as well. The training thread only sets flags, and waits at the
-end of the backward pass.
+so that what the stages start is in the schedule's order as well. What the training thread starts itself is waited for
+by one more thread, never behind the schedule: that may have begun in a forward pass which only this rank has run. The
+training thread only sets flags, and waits at the end of the backward pass.
 """
 
 import queue
@@ -34,10 +35,13 @@ class CommThread:
         self._steps: queue.SimpleQueue[Sequence[Transfer] | None] = queue.SimpleQueue()
         self._started: list[queue.SimpleQueue[Transfer | None]] = []
         """For each stage, what is under way in it."""
+        self._aside: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        """What the training thread has started itself."""
         self._failure: BaseException | None = None
         self._closing = False
         self._threads: list[threading.Thread] = []
         self.make_stages(1)
+        self._start("poseidon-complete-aside", self._complete_aside)
         self._start("poseidon-issue", self._issue_all)
 
     def make_stages(self, count: int) -> None:
@@ -121,13 +125,14 @@ class CommThread:
         transfer = Transfer(name, lambda: pending)
         transfer.scheduled = in_step
         transfer.issue()
-        self._started[0].put(transfer)
+        self._aside.put(transfer)
         self.wait(transfer)
 
     def close(self) -> None:
         """Ends the threads after the current step; a schedule that waits for data is given up."""
         self._closing = True
         self._steps.put(None)
+        self._aside.put(None)
         for thread in self._threads:
             thread.join(timeout=1.0 if self.failed else CLOSE_SECONDS)
 
@@ -153,6 +158,12 @@ class CommThread:
                 transfer.done.set()
         if stage + 1 < len(self._started):
             self._started[stage + 1].put(None)
+
+    def _complete_aside(self) -> None:
+        while (transfer := self._aside.get()) is not None:
+            if self._failure is None:
+                self._guarded(partial(transfer.advance, 0))
+            transfer.done.set()
 
     def _guarded(self, action: Callable[[], None]) -> bool:
         """Runs one action; its error goes to the training thread."""
