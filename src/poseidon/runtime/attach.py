@@ -334,14 +334,14 @@ class Run:
             return
         try:
             if not self._threads.failed and not self._hooks.in_backward:
-                self._end_open_step()
+                self._end_open_step("detaching")
             self._unbind()
         finally:
             self._threads.close()
 
-    def _end_open_step(self) -> None:
+    def _end_open_step(self, what: str) -> None:
         """A forward that no backward followed has begun a step, perhaps not everywhere: all ranks end it together."""
-        if any(self.group.all_gather_text("begun" if self._begun else "", "detaching")):
+        if any(self.group.all_gather_text("begun" if self._begun else "", what)):
             self._complete_step()
 
     # Changing the plan
@@ -352,7 +352,13 @@ class Run:
         Raises:
             InfeasibleError: The plan is for another model, another number of ranks or another optimizer.
         """
-        check_plan(plan, self.model, self.optimizer, self.group)
+        self._show_whole(True)
+        try:
+            check_plan(plan, self.model, self.optimizer, self.group)
+        finally:
+            self._show_whole(False)
+        if self._threads is not None:
+            self._end_open_step("adopting a plan")
         self._unbind()
         self.plan, self.label = plan, label
         self._bind()
