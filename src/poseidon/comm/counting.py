@@ -82,6 +82,18 @@ class Counting:
         self._total += num_items
         return self._step.weighing.begin_pass(num_items)
 
+    def items_of_pass(self, *, under_way: bool) -> float:
+        """What the loss of a backward pass is a mean over; 1 where all ranks are weighted alike.
+
+        Args:
+            under_way: Whether this pass has begun; else it is the next one, or one that leaves these parameters alone.
+        """
+        if not self._by_items:
+            return 1.0
+        if under_way:
+            return self._step.weighing.unit
+        return self._seen if self._told is None else self._told
+
     # The message
 
     def seal(self) -> None:

@@ -25,6 +25,9 @@ from poseidon.comm.scheme import TAGS_PER_EXCHANGE, BoundLayer, CommScheme, Exch
 from poseidon.errors import CommError, ConfigError, InfeasibleError
 from poseidon.plan import Plan, PredictedStep
 from poseidon.profile.structure import owned_parameters
+from poseidon.runtime.batch_norm import SyncedBatchNorms
+from poseidon.runtime.buffers import Buffers
+from poseidon.runtime.claims import Claim, check_unclaimed
 from poseidon.runtime.comm_thread import CommThread
 from poseidon.runtime.deferral import Deferral, Lookout, check_deferred, undisturbed
 from poseidon.runtime.hooks import PassHooks
@@ -34,7 +37,6 @@ from poseidon.runtime.options import RunOptions
 from poseidon.runtime.portions import Dealing
 from poseidon.runtime.recorder import Recorder
 from poseidon.runtime.replicas import (
-    broadcast_buffers,
     broadcast_model,
     check_replicas,
     check_same_model,
@@ -77,6 +79,7 @@ class Run:
         group: Group,
         options: RunOptions = RunOptions(),  # noqa: B008 - a frozen value
     ) -> None:
+        self._claim = Claim(model, options.ignore)
         self.model = model
         self.optimizer = optimizer
         self.group = group
@@ -108,9 +111,12 @@ class Run:
             on_rows=self._counting.see,
             on_backward_start=self._on_backward_start,
             on_backward_end=self._on_backward_end,
+            on_all_ended=self._on_all_ended,
             on_backward_broken=self._on_backward_broken,
         )
         self._state.on_backward = self._hooks.backward_is_under_way
+        self._buffers = Buffers(model, group, after_step=options.buffers == "after_step", ignored=options.ignore)
+        self._batch_norms = SyncedBatchNorms(model, group, self._items, self.recorder.standing_still)
         self._exchanges: list[Exchange] = []
         self._schedule = Schedule([], [])
         self._finishing: list[Exchange] = []
@@ -136,6 +142,8 @@ class Run:
             hooks: Any = optimizer._optimizer_step_post_hooks
             hooks.move_to_end(after.id, last=False)
         self._bind()
+        if names := self._batch_norms.sync(nn.SyncBatchNorm):
+            self.note("noticed", f"nn.SyncBatchNorm is computed as after sync_batch_norm(): {', '.join(names)}")
 
     # For the training loop
 
@@ -293,8 +301,15 @@ class Run:
     def sync_buffers(self) -> None:
         """Gives every rank rank 0's buffers (running statistics); do it before evaluating or saving."""
         self.flush()
-        broadcast_buffers(self.model, self.group)
+        self._buffers.sync()
         self.recorder.restart()
+
+    def sync_batch_norm(self) -> None:
+        """From now on batch normalization sees the batches of all ranks together, as one process on their union would.
+
+        In training only; layers that are evaluating use their running statistics. Called on all ranks together.
+        """
+        self._batch_norms.sync()
 
     @property
     def timeline(self) -> Timeline:
@@ -327,17 +342,20 @@ class Run:
         """Undoes `attach`, on all ranks together: the model and the optimizer are as if they had never been touched."""
         self.on_detach()
         self._hooks.remove()
+        self._buffers.remove()
         for handle in self._optimizer_handles:
             handle.remove()
         self._lookout.keep(False)
-        if self._threads is None:
-            return
         try:
-            if not self._threads.failed and not self._hooks.in_backward:
+            if self._threads is not None and not self._threads.failed and not self._hooks.in_backward:
                 self._end_open_step("detaching")
             self._unbind()
         finally:
-            self._threads.close()
+            self._batch_norms.remove()
+            self._claim.release()
+            if self._threads is not None:
+                self._threads.close()
+                self.group.return_from_run(failed=self._threads.failed)
 
     def _end_open_step(self, what: str) -> None:
         """A forward that no backward followed has begun a step, perhaps not everywhere: all ranks end it together."""
@@ -414,6 +432,10 @@ class Run:
 
     # What autograd tells
 
+    def _items(self) -> float:
+        """What the loss of the backward pass under way on this rank is a mean over."""
+        return self._counting.items_of_pass(under_way=self._hooks.in_backward)
+
     def _on_forward(self, before: bool) -> None:
         if before:
             self._lookout.keep(self._deferral is not None)
@@ -445,10 +467,14 @@ class Run:
         self.recorder.end(Activity.BACKWARD)
         if self._state.syncing:
             self.on_computed()
-            self._exchange()
+            self._hand_over()
         else:
             for exchange in self._exchanges:
                 exchange.end_unsynced()
+
+    def _on_all_ended(self) -> None:
+        if self._state.syncing:
+            self._exchange()
 
     def _on_backward_broken(self) -> None:
         if self._exchanges and self._state.syncing:
@@ -467,14 +493,23 @@ class Run:
         else:
             self._vote(before)
         self.on_exchanged()
+        if self.optimizer is None:
+            self._buffers.after_step()
 
-    def _complete_step(self) -> None:
-        """Waits for what is under way, finishes each gradient as its transfers end, and closes the step."""
+    def _hand_over(self) -> None:
+        """This rank's part of the step is complete: everything may leave, and nothing is waited for."""
         self.flush()
         for exchange in self._exchanges:
             exchange.flush()
         self._counting.seal()
+        self._begin(backward=not self._counting.leaving)
+        self._batch_norms.end_step()
+
+    def _complete_step(self) -> None:
+        """Waits for what is under way, finishes each gradient as its transfers end, and closes the step."""
+        self._hand_over()
         self._begin(backward=True)
+        self._batch_norms.listen()
         if self._threads is not None:
             self._finish()
         elif (factor := self._state.weighing.by_rank[0]) not in (0.0, 1.0):
@@ -485,6 +520,7 @@ class Run:
 
     def _close_step(self) -> None:
         self.recorder.close_step(self._state.index, self.label)
+        self._batch_norms.next_step()
         self._state.index += 1
         self.group.num_exchanges += 1
         self.last_arrivals = list(self._state.arrivals)
@@ -500,11 +536,8 @@ class Run:
         if self._threads is None:
             return False
         self._state.syncing = True
-        self.flush()
-        for exchange in self._exchanges:
-            exchange.flush()
-        self._counting.seal()
-        self._begin(backward=False)
+        self._hand_over()
+        self._batch_norms.listen()
         self._wait(self._counting.transfer)
         if not self._state.weighing.all_leave:
             self._exchange()
@@ -516,6 +549,7 @@ class Run:
         for exchange in self._exchanges:
             exchange.reset()
         self._counting.end()
+        self._batch_norms.next_step()
         self._begun = []
         self.recorder.restart()
         return False
@@ -608,6 +642,7 @@ class Run:
             for name, pending in pendings:
                 if pending is not None:
                     self._wait_for(pending, f"{name} (gather)")
+        self._buffers.after_step()
         self._show_whole(True)  # to the hooks that follow: what they change has to change on every rank
 
     def _show_whole(self, whole: bool) -> None:
@@ -638,13 +673,14 @@ def attach(
         InfeasibleError: The models or plans differ between ranks, or the plan does not fit; the first difference is
             named.
     """
+    check_unclaimed(model, options.ignore)
     check_same_model(model, group)
     check_plan(plan, model, optimizer, group)
     check_same_plan(plan, group)
     if plan.portions and options.mean != "samples":
         raise InfeasibleError("the plan gives ranks unequal numbers of samples: take mean='samples', or leave it out")
     broadcast_model(model, group)
-    return Run(model, optimizer, plan, group, options)
+    return Run(model, optimizer, plan, group.take_for_run(), options)
 
 
 def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group) -> None:

@@ -34,6 +34,7 @@ class PassHooks:
             is not called, once before each backward pass with that of its part that is called first.
         on_backward_start: Called once when a backward pass begins.
         on_backward_end: Called inside `backward()` when autograd has finished.
+        on_all_ended: Called inside `backward()` when all that listen to this pass have been told that it has ended.
         on_backward_broken: Called at the next forward or backward if an exception ended the backward pass before that.
     """
 
@@ -45,6 +46,7 @@ class PassHooks:
         on_rows: Callable[[int], None],
         on_backward_start: Callable[[], None],
         on_backward_end: Callable[[], None],
+        on_all_ended: Callable[[], None],
         on_backward_broken: Callable[[], None],
     ) -> None:
         self._model = model
@@ -54,6 +56,7 @@ class PassHooks:
         """Whether they have been counted since the last backward pass."""
         self._on_start = on_backward_start
         self._on_end = on_backward_end
+        self._on_all_ended = on_all_ended
         self._on_broken = on_backward_broken
         self._end: weakref.ref[_PassEnd] | None = None
         """Of the backward pass under way. Autograd holds it, and lets go of it when an exception ends the pass."""
@@ -136,6 +139,7 @@ class PassHooks:
     def _finish(self) -> None:
         self._end = None
         self._on_end()
+        Variable._execution_engine.queue_callback(self._on_all_ended)
 
     def remove(self) -> None:
         """Takes the hooks out."""
