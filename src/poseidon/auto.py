@@ -18,6 +18,7 @@ from poseidon.profile.structure import StepWatch, profile_structure
 from poseidon.runtime.adoption import Adoption, observation_schemes
 from poseidon.runtime.attach import Run, attach
 from poseidon.runtime.balance import Balance
+from poseidon.runtime.ignored import ignored_names
 from poseidon.runtime.join import group_of_process
 from poseidon.runtime.monitor import Monitor
 from poseidon.runtime.options import BufferPolicy, Mean, RunOptions, Shares
@@ -75,7 +76,8 @@ def distribute(
     group = group or group_of_process()
     if isinstance(plan, Plan):
         return _monitored(attach(model, optimizer, plan, group, options))
-    profile = profile_structure(model)
+    ignored = ignored_names(model, options.ignore)
+    profile = profile_structure(model, ignored=ignored)
     sparse = [layer.name for layer in profile.trainable if getattr(model.get_submodule(layer.name), "sparse", False)]
     plain = uniform_plan(profile, group.world_size, observation_schemes(profile, sparse))
     if plan == "all_reduce":
@@ -84,7 +86,7 @@ def distribute(
         return _monitored(attach(model, optimizer, _load(plan), group, options))
     if group.world_size == 1:
         return attach(model, optimizer, plain, group, options)
-    watch = StepWatch(model)
+    watch = StepWatch(model, ignored)
     run = attach(model, optimizer, plain.model_copy(update={"wait_free": False}), group, options)
 
     def choose(profile: ModelProfile, rates: Rates, arrival: Sequence[str], sparse: Sequence[str]) -> Plan:
@@ -96,7 +98,7 @@ def distribute(
 
 def _monitored(run: Run) -> Run:
     if run.group.world_size > 1:
-        Monitor(run, balance=_balance_of(run))
+        run.on_retrained = Monitor(run, balance=_balance_of(run)).restart
     return run
 
 

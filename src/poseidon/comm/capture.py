@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from poseidon.errors import CommError
+from poseidon.profile.hook import GradientHook
 from poseidon.profile.hook import ModuleHook as ModuleHook
 from poseidon.profile.hook import inside_backward as inside_backward
 
@@ -26,8 +27,12 @@ class Removable(Protocol):
 
 
 def on_gradient(parameter: nn.Parameter, callback: Callable[[nn.Parameter], None]) -> Removable:
-    """Calls back each time autograd has added to `parameter.grad`."""
-    return parameter.register_post_accumulate_grad_hook(callback)  # type: ignore[no-any-return]
+    """Calls back each time autograd has added to `parameter.grad`, which may be frozen for now."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch puts no hook on what is frozen, but leaves it there
+    handle: Removable = parameter.register_post_accumulate_grad_hook(GradientHook(callback))  # type: ignore[arg-type]
+    parameter.requires_grad_(trains)
+    return handle
 
 
 class Additions:

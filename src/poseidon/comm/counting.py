@@ -63,6 +63,11 @@ class Counting:
         self._sealed = False
         self._step.weighing = Weighing(self._group.world_size, by_items=self._by_items, scale=self._scale)
 
+    @property
+    def num_passes(self) -> int:
+        """Backward passes on this rank since the last exchange."""
+        return self._passes
+
     # What the loop tells
 
     def tell(self, num_items: float) -> None:

@@ -23,6 +23,23 @@ class ModuleHook:
         return ModuleHook, (_do_nothing,)
 
 
+class GradientHook:
+    """A hook of ours that is told when autograd has added to a parameter's gradient."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
+        self._hook = hook
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """What autograd calls."""
+        self._hook(parameter)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody else has asked to be told of a parameter's gradient."""
+    added: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return bool(parameter._backward_hooks) or not all(isinstance(hook, GradientHook) for hook in added.values())
+
+
 def _do_nothing(*_: Any) -> None:
     pass
 

@@ -21,7 +21,7 @@ from poseidon.errors import InfeasibleError
 from poseidon.plan import Plan, uniform_plan
 from poseidon.profile.graph import GradientStructure, ModelProfile
 from poseidon.profile.structure import StepWatch
-from poseidon.runtime.attach import Run, check_plan
+from poseidon.runtime.attach import Run
 from poseidon.runtime.balance import Balance
 from poseidon.runtime.departure import LASTING_RATIO, Departure
 from poseidon.runtime.monitor import Monitor
@@ -60,6 +60,22 @@ class Adoption:
         run.settled = False
         run.label = "observation"
         run.on_exchanged = self._observe
+        run.on_retrained = self._start_anew
+
+    def _start_anew(self) -> None:
+        """The model trains other layers now: what was seen, tried out or expected so far holds no longer."""
+        run = self._run
+        run.on_detach()
+        self._sparse = sparse_layers(run)
+        self._observed = self._monitor = None
+        plain = _plain(run.plan, self._sparse).model_copy(update={"wait_free": False})
+
+        def watch() -> None:
+            self._observation = Observation(run, StepWatch(run.model, run.ignored))
+
+        run.adopt(plain, "observation", meanwhile=watch)
+        run.settled = False
+        run.on_exchanged = self._observe
 
     def _observe(self) -> None:
         if not self._observation.is_over():
@@ -92,7 +108,7 @@ class Adoption:
         run = self._run
         plan = self._choose(profile, rates, self._arrival(profile), self._sparse)
         try:
-            check_plan(plan, run.model, run.optimizer, run.group)
+            run.check_plan(plan)
         except InfeasibleError as error:
             log.warning("the plan that was found is not used: %s", error)
             return _plain(plan, self._sparse)

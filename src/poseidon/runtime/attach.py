@@ -24,13 +24,18 @@ from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import TAGS_PER_EXCHANGE, BoundLayer, CommScheme, Exchange, StepState, Transfer
 from poseidon.errors import CommError, ConfigError, InfeasibleError
 from poseidon.plan import Plan, PredictedStep
-from poseidon.profile.structure import owned_parameters
+from poseidon.profile.structure import owned_parameters, profile_structure
 from poseidon.runtime.batch_norm import SyncedBatchNorms
 from poseidon.runtime.buffers import Buffers
 from poseidon.runtime.claims import Claim, check_unclaimed
 from poseidon.runtime.comm_thread import CommThread
 from poseidon.runtime.deferral import Deferral, Lookout, check_deferred, undisturbed
+from poseidon.runtime.drift import DriftCheck
+from poseidon.runtime.explanation import Setting, explain
+from poseidon.runtime.extension import extend
 from poseidon.runtime.hooks import PassHooks
+from poseidon.runtime.ignored import ignored_names
+from poseidon.runtime.inventory import Change, Inventory, agree
 from poseidon.runtime.loading import ShardedLoader, Sharding, Source, shard
 from poseidon.runtime.means import Figure, mean_over_ranks
 from poseidon.runtime.options import RunOptions
@@ -38,11 +43,11 @@ from poseidon.runtime.portions import Dealing
 from poseidon.runtime.recorder import Recorder
 from poseidon.runtime.replicas import (
     broadcast_model,
-    check_replicas,
     check_same_model,
     check_same_plan,
 )
 from poseidon.runtime.streams import Split
+from poseidon.runtime.unused import Unused
 from poseidon.timeline import Activity, Timeline
 
 log = logging.getLogger(__name__)
@@ -52,7 +57,8 @@ class Event(TypedDict):
     """Something that was decided or noticed on the way."""
 
     kind: str
-    """`measured`, `planned`, `adopted`, `kept`, `dropped`, `shared`, `expected` or `departed`."""
+    """`measured`, `planned`, `adopted`, `kept`, `dropped`, `shared`, `noticed`, `expected`,
+    `departed`, `unused` or `trained`."""
     exchange: int
     """How many exchanges lay behind."""
     seconds: float
@@ -79,7 +85,9 @@ class Run:
         group: Group,
         options: RunOptions = RunOptions(),  # noqa: B008 - a frozen value
     ) -> None:
-        self._claim = Claim(model, options.ignore)
+        self.ignored = ignored_names(model, options.ignore)
+        """Names of the parameters and buffers that stay each rank's own."""
+        self._claim = Claim(model, self.ignored)
         self.model = model
         self.optimizer = optimizer
         self.group = group
@@ -94,12 +102,24 @@ class Run:
         """Called at the end of each synchronized backward pass, gradients final; may call `adopt`."""
         self.on_detach: Callable[[], None] = lambda: None
         """Called on all ranks together before everything is undone."""
+        self.on_retrained: Callable[[], None] = lambda: None
+        """Called on all ranks together once the plan has been extended by what is trained newly; may call `adopt`."""
         self.rates: Rates | None = None
         """What links and computing were last measured to be; None where nobody has measured."""
         self.dealing = Dealing(group, plan.portions or plan.loads)
         """How the samples of each global batch are dealt to the ranks, by those who load them."""
         self.events: list[Event] = []
         """What was decided or noticed when, oldest first; the same on every rank."""
+        self._inventory = Inventory(model, self.ignored)
+        self._unused = Unused(model, lambda text, loud: self.note("unused", text, loud=loud))
+        self._drift = DriftCheck(
+            model,
+            optimizer,
+            group,
+            every=options.check_every,
+            equal_buffers=lambda: self._buffers.equal,
+            ignored=self.ignored,
+        )
         self._started = time.monotonic()
         self._state = StepState()
         self._state.on_work = lambda activity, name, start, end: self.recorder.add(activity, name, start, end)
@@ -115,7 +135,7 @@ class Run:
             on_backward_broken=self._on_backward_broken,
         )
         self._state.on_backward = self._hooks.backward_is_under_way
-        self._buffers = Buffers(model, group, after_step=options.buffers == "after_step", ignored=options.ignore)
+        self._buffers = Buffers(model, group, after_step=options.buffers == "after_step", ignored=self.ignored)
         self._batch_norms = SyncedBatchNorms(model, group, self._items, self.recorder.standing_still)
         self._exchanges: list[Exchange] = []
         self._schedule = Schedule([], [])
@@ -124,6 +144,8 @@ class Run:
         self._deferral: Deferral | None = None
         """The exchanges that may end later, where the plan has such."""
         self._lookout = Lookout()
+        self._was_forward = False
+        """Whether the model was called since the last backward pass."""
         self._begun: list[Transfer] = []
         """Of the present step's schedule, what has been handed over."""
         self._misplaced = 0
@@ -175,6 +197,8 @@ class Run:
     def empty_step(self) -> None:
         """Takes part in an exchange without a forward and backward pass: this rank has no samples for this step."""
         self._state.syncing = True
+        self.refresh()
+        self._compare_if_due()
         self._exchange()
 
     def drain(self, update: Callable[[], None] | None = None) -> None:
@@ -290,13 +314,44 @@ class Run:
             self._deferral.settle()
 
     def check_replicas(self) -> None:
-        """Proves that every rank holds the same parameters, bit by bit.
+        """Proves that every rank holds the same parameters, bit by bit, and the same hyperparameters of the optimizer.
+
+        Buffers too, where they have to be equal: if nothing has changed them since they were made so.
 
         Raises:
             CommError: They differ; the first difference is named.
         """
         self.flush()
-        check_replicas(self.model, self.group, self._state.index)
+        self._drift.compare(self._state.index)
+
+    def refresh(self) -> None:
+        """Takes in what the model trains since it was changed: layers that were frozen, layers that were not there.
+
+        Happens by itself before each forward pass of the model. Needed where a loop calls the model's parts only. Every
+        rank has to have made the same change; all of them call this together.
+
+        Raises:
+            CommError: Ranks have made different changes, or a parameter has another type or is on another device.
+        """
+        change = self._inventory.look()
+        if change is not None:
+            self._take_in(change)
+
+    def explain(self, *, full: bool = False) -> str:
+        """A table: for each parameter how it travels, what it sends in a step, and why it goes in no other way.
+
+        Args:
+            full: A line for each parameter and buffer; else those that are alike share one.
+        """
+        buckets = [exchange for exchange in self._exchanges if isinstance(exchange, BucketExchange)]
+        number_of = {id(p): number for number, bucket in enumerate(buckets, 1) for p in bucket.parameters}
+        setting = Setting(
+            buckets={name: number_of[id(p)] for name, p in self.model.named_parameters() if id(p) in number_of},
+            ignored=self.ignored,
+            unused=self._unused.reasons,
+            buffers=self.options.buffers,
+        )
+        return explain(self.model, self.plan, setting, full=full)
 
     def sync_buffers(self) -> None:
         """Gives every rank rank 0's buffers (running statistics); do it before evaluating or saving."""
@@ -364,28 +419,73 @@ class Run:
 
     # Changing the plan
 
-    def adopt(self, plan: Plan, label: str = "plan") -> None:
+    def check_plan(self, plan: Plan) -> None:
+        """Raises InfeasibleError where a plan is for another model, another number of ranks or another optimizer."""
+        self._show_whole(True)
+        try:
+            check_plan(plan, self.model, self.optimizer, self.group, self._inventory.layers)
+        finally:
+            self._show_whole(False)
+
+    def adopt(self, plan: Plan, label: str = "plan", meanwhile: Callable[[], None] = lambda: None) -> None:
         """Goes on under another plan; only between exchanges, and on all ranks together.
+
+        Args:
+            plan: From the next step on.
+            label: What the timeline calls its steps.
+            meanwhile: Called while the model is as if it were under no plan.
 
         Raises:
             InfeasibleError: The plan is for another model, another number of ranks or another optimizer.
         """
-        self._show_whole(True)
-        try:
-            check_plan(plan, self.model, self.optimizer, self.group)
-        finally:
-            self._show_whole(False)
+        self.check_plan(plan)
         if self._threads is not None:
             self._end_open_step("adopting a plan")
         self._unbind()
         self.plan, self.label = plan, label
+        meanwhile()
         self._bind()
+
+    def _compare_if_due(self) -> None:
+        """Before anything of a step has begun. Every rank comes here, by whatever begins its step."""
+        if self._drift.is_due(self._state.index) and not self._begun:
+            self.check_replicas()
+
+    def _take_in(self, change: Change) -> None:
+        wait = self._threads.wait_for if self._threads is not None else lambda pending, what: pending.wait()
+        is_open = bool(self._begun) or self._counting.num_passes > 0
+        if agree(change, self.group, self._state.index, is_open=is_open, wait=wait):
+            self._complete_step()
+        self.flush()
+        self._inventory.make_equal(self.group)
+        if self.options.buffers == "after_step":
+            self._buffers.sync()
+        self._claim.release()
+        self._claim = Claim(self.model, self.ignored)
+        changed = self._inventory.changed_layers
+        self._inventory.take()
+        now = profile_structure(self.model, trained=self._inventory.trained, ignored=self.ignored)
+        self.adopt(extend(self.plan, now, changed), self.label)
+        self.note("trained", f"{change}: the plan goes on with what is trained now")
+        self.on_retrained()
+
+    def _check_not_too_late(self) -> None:
+        """Backward begins: what came to be trained after the forward pass has begun can no longer be taken in."""
+        if self._was_forward and not self._inventory.has_other_parameters():
+            return
+        if (change := self._inventory.look()) is not None:
+            raise CommError(
+                f"rank {self.group.rank}: {change}, as is noticed only now that backward has begun, in exchange "
+                f"{self._state.index}; change what is trained before the forward pass and, where the loop calls the "
+                "model's parts but not the model, call run.refresh() after the change"
+            )
 
     def _bind(self) -> None:
         if self.group.world_size == 1:
             return
         self.group.connections = min(self.plan.connections, self.group.max_connections)
-        self._exchanges = bind(self.plan, self.model, self.optimizer, self.group, self._state)
+        owned = self._inventory.layers
+        self._exchanges = bind(self.plan, self.model, owned, self.optimizer, self.group, self._state)
         self._schedule = schedule(self.plan, self._exchanges, self._counting.transfer)
         place = {transfer: index for index, transfer in enumerate(self._schedule.all)}
         in_order = sorted(self._exchanges, key=lambda exchange: place[exchange.transfers[-1]])
@@ -438,6 +538,10 @@ class Run:
 
     def _on_forward(self, before: bool) -> None:
         if before:
+            if not inside_backward():
+                self._was_forward = True
+                self.refresh()
+                self._compare_if_due()
             self._lookout.keep(self._deferral is not None)
             self.recorder.begin(Activity.FORWARD)
             if self.plan.wait_free and self._state.syncing:
@@ -447,6 +551,8 @@ class Run:
 
     def _on_backward_start(self) -> None:
         self.flush()
+        self._check_not_too_late()
+        self._compare_if_due()
         if (factor := self._counting.begin_pass()) != 1.0:
             self._reweigh(factor)
         self.recorder.begin(Activity.BACKWARD)
@@ -464,6 +570,7 @@ class Run:
                     parameter.grad.mul_(factor)
 
     def _on_backward_end(self) -> None:
+        self._was_forward = False
         self.recorder.end(Activity.BACKWARD)
         if self._state.syncing:
             self.on_computed()
@@ -508,10 +615,13 @@ class Run:
     def _complete_step(self) -> None:
         """Waits for what is under way, finishes each gradient as its transfers end, and closes the step."""
         self._hand_over()
+        if self._deferral is not None:  # what was deferred in the step before has ended now
+            self._unused.look([e for e in self._exchanges if e not in self._finishing], self._state.index - 1)
         self._begin(backward=True)
         self._batch_norms.listen()
         if self._threads is not None:
             self._finish()
+            self._unused.look(self._finishing, self._state.index)
         elif (factor := self._state.weighing.by_rank[0]) not in (0.0, 1.0):
             self._reweigh(factor)
         if self._deferral is not None:
@@ -536,6 +646,8 @@ class Run:
         if self._threads is None:
             return False
         self._state.syncing = True
+        self.refresh()
+        self._compare_if_due()
         self._hand_over()
         self._batch_norms.listen()
         self._wait(self._counting.transfer)
@@ -673,23 +785,29 @@ def attach(
         InfeasibleError: The models or plans differ between ranks, or the plan does not fit; the first difference is
             named.
     """
-    check_unclaimed(model, options.ignore)
-    check_same_model(model, group)
-    check_plan(plan, model, optimizer, group)
+    ignored = ignored_names(model, options.ignore)
+    check_unclaimed(model, ignored)
+    check_same_model(model, group, ignored)
+    check_plan(plan, model, optimizer, group, owned_parameters(model, ignored=ignored))
     check_same_plan(plan, group)
     if plan.portions and options.mean != "samples":
         raise InfeasibleError("the plan gives ranks unequal numbers of samples: take mean='samples', or leave it out")
-    broadcast_model(model, group)
+    broadcast_model(model, group, ignored)
     return Run(model, optimizer, plan, group.take_for_run(), options)
 
 
-def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group) -> None:
+Owned = Mapping[str, dict[str, nn.Parameter]]
+"""What is trained, by layer."""
+
+
+def check_plan(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group, owned: Owned
+) -> None:
     """Raises InfeasibleError with the first difference between a plan and what it is to be put to work on."""
     if plan.world_size != group.world_size:
         raise InfeasibleError(
             f"the plan is for {plan.world_size} ranks, but {group.world_size} are here; make a new plan"
         )
-    owned = owned_parameters(model)
     for name in sorted(set(owned) ^ set(plan.schemes)):
         where = "the model has no such layer" if name in plan.schemes else "the plan does not mention it"
         raise InfeasibleError(f"the plan does not fit the model at layer {name!r}: {where}; make a new plan")
@@ -701,16 +819,33 @@ def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | 
                 f"the plan does not fit the model at layer {name!r}: planned for {there}, found {here}; make a new plan"
             )
     if group.world_size > 1:
-        for scheme, layers in _by_scheme(plan, model, optimizer).items():
+        _check_real(owned)
+        for scheme, layers in _by_scheme(plan, model, owned, optimizer).items():
             scheme.check(layers, group)
             check_deferred(scheme, layers, model)
 
 
+def _check_real(owned: Mapping[str, Mapping[str, nn.Parameter]]) -> None:
+    for layer, parameters in owned.items():
+        for name, parameter in parameters.items():
+            if parameter.is_complex():
+                raise InfeasibleError(
+                    f"parameter {'.'.join(filter(None, (layer, name)))!r} is {parameter.dtype}, and complex gradients "
+                    "cannot be exchanged: keep its real and imaginary parts, as torch.view_as_real gives them, as a "
+                    "parameter and take torch.view_as_complex of that in forward, or freeze it"
+                )
+
+
 def bind(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group, state: StepState
+    plan: Plan,
+    model: nn.Module,
+    owned: Owned,
+    optimizer: torch.optim.Optimizer | None,
+    group: Group,
+    state: StepState,
 ) -> list[Exchange]:
     """Puts each scheme to work on its layers; equal schemes with equal parameters share one call, and so buckets."""
-    together = _by_scheme(plan, model, optimizer)
+    together = _by_scheme(plan, model, owned, optimizer)
     exchanges = [e for scheme, layers in together.items() for e in scheme.bind(layers, group, state)]
     for number, exchange in enumerate(exchanges):
         exchange.tag = (number + 1) * TAGS_PER_EXCHANGE
@@ -718,9 +853,9 @@ def bind(
 
 
 def _by_scheme(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    plan: Plan, model: nn.Module, owned: Owned, optimizer: torch.optim.Optimizer | None
 ) -> dict[CommScheme, list[BoundLayer]]:
-    owned, specs = owned_parameters(model), plan.layers
+    specs = plan.layers
     bucket_of = {name: index for index, bucket in enumerate(plan.buckets) for name in bucket}
     together: dict[CommScheme, list[BoundLayer]] = {}
     for name in plan.arrival:

@@ -19,7 +19,7 @@ from poseidon.errors import CommError
 from poseidon.profile.structure import owned_parameters
 from poseidon.runtime.replicas import broadcast_tensor
 
-CHANGE_TAG = 6
+CHANGE_TAG = 7
 """Below those that exchanges use."""
 _NAMED = 4
 """So many parameters are named in a message."""
@@ -176,7 +176,7 @@ def agree(
         CommError: Another rank has not come upon it, or upon another change.
     """
     if group.world_size == 1:
-        return is_open
+        return False
     mine = torch.tensor([num_exchanges, int(is_open), *_digest(change)], dtype=torch.int64)
     theirs = {peer: torch.zeros_like(mine) for peer in group.peers}
     what = f"agreeing on what the model trains: {change} on rank {group.rank}"

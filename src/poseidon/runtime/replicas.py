@@ -10,7 +10,6 @@ from torch import nn
 from poseidon.comm.group import Group
 from poseidon.errors import InfeasibleError
 from poseidon.plan import Plan
-from poseidon.runtime.drift import DriftCheck
 
 
 def describe_model(model: nn.Module, ignored: Container[str] = ()) -> list[list[str]]:
@@ -117,8 +116,3 @@ def broadcast_tensor(tensor: torch.Tensor, group: Group) -> None:
         copy = data.contiguous()
         group.broadcast(copy, "making the replicas equal")
         data.copy_(copy)
-
-
-def check_replicas(model: nn.Module, group: Group, step: int) -> None:
-    """Stands for what is in `drift`."""
-    DriftCheck(model, None, group).compare(step)
