@@ -7,13 +7,14 @@ rows, and compares a few rows of each weight's gradient with what the factors, o
 
 from collections.abc import Container
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from poseidon.profile.graph import GradientStructure, LayerSpec, ModelProfile, TensorSpec
-from poseidon.profile.hook import inside_backward
+from poseidon.profile.hook import GradientHook, has_gradient_hooks, inside_backward
 
 SAMPLED_ROWS = 8
 """Rows of a weight gradient that are compared with what the factors give."""
@@ -112,10 +113,13 @@ def _reason_against(module: nn.Module, shared: set[int]) -> str:
         return "its weight is tied: another module uses it too"
     if not weight.requires_grad:
         return "its weight is frozen"
+    if weight.is_complex():
+        return "its weight is complex"
     if getattr(module.forward, "__func__", None) is not type(module).forward:
         return "its forward has been replaced on the instance"
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
-        return "its weight has gradient hooks, which would not see a gradient of this rank"
+    for name, parameter in module.named_parameters(recurse=False):
+        if has_gradient_hooks(parameter):
+            return f"its {name} has gradient hooks, which would not see a gradient of this rank"
     return ""
 
 
@@ -246,7 +250,8 @@ class StepWatch:
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
             weight = module.weight
             assert isinstance(weight, nn.Parameter)
-            self._handles.append(weight.register_post_accumulate_grad_hook(lambda p, s=seen: self._take_actual(p, s)))
+            taking = GradientHook(partial(self._take_actual, seen=seen))
+            self._handles.append(weight.register_post_accumulate_grad_hook(taking))
 
     def _note_order(self, name: str) -> None:
         if name not in self._forward_order:
@@ -271,7 +276,7 @@ class StepWatch:
             factor = gradient.reshape(-1, out_features)[:, seen.sample].float()
             part = factor.t() @ x.reshape(-1, x.shape[-1]).float()
             seen.expected = part if seen.expected is None else seen.expected + part
-            seen.tolerance = 0.1 if gradient.element_size() < x.new_empty(0).float().element_size() else 1e-3
+            seen.tolerance = _tolerance(gradient)
 
         output.register_hook(take)
 
@@ -296,6 +301,7 @@ class StepWatch:
         def take(gradient: torch.Tensor) -> None:
             seen.rows += rows.numel()
             seen.itemsize = gradient.element_size()
+            seen.tolerance = _tolerance(gradient)
             if seen.sample is not None and not gradient.is_meta and not seen.is_compared:
                 hits = indices.reshape(1, -1) == seen.sample.view(-1, 1)
                 part = hits.float() @ gradient.reshape(hits.shape[1], -1).float()
@@ -309,7 +315,7 @@ class StepWatch:
             seen.before = _sampled(weight.grad, seen.sample)
 
     @staticmethod
-    def _take_actual(parameter: nn.Parameter, seen: _Seen) -> None:
+    def _take_actual(parameter: torch.Tensor, seen: _Seen) -> None:
         gradient = parameter.grad
         if gradient is None or gradient.is_meta:
             return
@@ -341,6 +347,11 @@ class StepWatch:
         if not _agrees(seen):
             return _as_dense(layer, "its weight is used outside the module too, or in another way than its kind has it")
         return layer.model_copy(update={"rows": seen.rows, "factor_num_bytes": seen.itemsize})
+
+
+def _tolerance(gradient: torch.Tensor) -> float:
+    """How far sums may be apart that are added up in another order, in numbers of the gradient's width."""
+    return 0.1 if gradient.element_size() < torch.float32.itemsize else 1e-3
 
 
 def _agrees(seen: _Seen) -> bool:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from poseidon.profile.clock import Clock
 from poseidon.profile.flops import forward_flops
-from poseidon.profile.hook import ModuleHook, inside_backward
+from poseidon.profile.hook import GradientHook, ModuleHook, inside_backward
 from poseidon.profile.structure import compiled_blocks, visible_layers, visible_parameters
 
 LOSS = "loss"
@@ -227,7 +227,7 @@ class LapWatch:
         for name, module in visible_layers(self._model).items():
             self._handles.append(AroundCalls(module, partial(self._before, name), partial(self._after, name)))
         for name, parameter in visible_parameters(self._model):
-            hook = partial(self._accumulated, name)
+            hook = GradientHook(partial(self._accumulated, name))
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
