@@ -84,11 +84,11 @@ class Rank(Side):
         super().__init__(situation, world_size)
         self.rank, self.scheme = rank, scheme
         self._runs: dict[str, Run] = {}
+        group = Group.of_default(hosts=HOSTS if scheme == "two_level" else [[r] for r in range(world_size)])
         for name, model in self.models.items():
             profile = profiles_of(type(situation).__name__)[name]
             plan = SCHEMES[scheme](profile, world_size, model, self.optimizers[name])
             assert plan is not None, f"no layer of {situation} can use {scheme}"
-            group = Group.of_default(hosts=HOSTS if scheme == "two_level" else [[r] for r in range(world_size)])
             self._runs[name] = attach(model, self.optimizers[name], plan, group)
 
     @property
@@ -146,10 +146,9 @@ def run_combination(rank: int, world_size: int, combination: Combination) -> Out
     with default_dtype(situation.dtype):
         expected = records_alone(combination.situation, world_size) if rank == 0 else None
         try:
-            side = Rank(situation, rank, world_size, combination.scheme)
+            found = go_through(Rank(situation, rank, world_size, combination.scheme))
         except InfeasibleError as error:
             return Outcome(refusal=str(error))
-        found = go_through(side)
         bits = digest({f"{label}: {name}": t for label, tensors in found for name, t in tensors.items()})
         error, where = (0.0, "") if expected is None else largest_error(found, expected)
     return Outcome(error=error, where=where, digest=bits)
@@ -158,13 +157,16 @@ def run_combination(rank: int, world_size: int, combination: Combination) -> Out
 def go_through(side: Side) -> list[tuple[str, Tensors]]:
     """Every step of a script; what was noted in them."""
     situation = side.situation
-    situation.begin(side)
-    for side.index in range(situation.num_steps):
-        situation.step(side)
-    situation.end(side)
-    side.note_parameters()
-    for run in side.runs.values():
-        run.detach()
+    try:
+        situation.begin(side)
+        for side.index in range(situation.num_steps):
+            situation.step(side)
+        situation.end(side)
+        side.note_parameters()
+    except InfeasibleError:  # on all ranks alike
+        side.detach()
+        raise
+    side.detach()
     situation.afterwards(side)
     side.note_parameters()
     return side.records
@@ -202,7 +204,9 @@ def relative_error(label: str, name: str, found: torch.Tensor | None, expected: 
     wide = torch.complex128 if expected.is_complex() else torch.float64
     length = float(torch.linalg.vector_norm(expected.to(wide)))
     off = float(torch.linalg.vector_norm(found.to(wide) - expected.to(wide)))
-    if torch.equal(found, expected) or (torch.equal(found.isfinite(), expected.isfinite()) and not length < float("inf")):
+    if torch.equal(found, expected) or (
+        torch.equal(found.isfinite(), expected.isfinite()) and not length < float("inf")
+    ):
         return 0.0
     return off / length if length and off == off else float("inf")
 

@@ -53,9 +53,7 @@ def applies(situation: str, scheme: str, world_size: int) -> bool:
     one = kind()
     with default_dtype(one.dtype):
         models = one.models()
-        return scheme in one.refused or all(
-            _carries(scheme, model, one.optimizer(model), world_size) for model in models.values()
-        )
+        return all(_carries(scheme, model, one.optimizer(model), world_size) for model in models.values())
 
 
 def _carries(scheme: str, model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> bool:

@@ -91,8 +91,13 @@ class Side(ABC):
 
     @property
     @abstractmethod
-    def runs(self) -> dict[str, Run]:
+    def runs(self) -> Mapping[str, Run]:
         """By model; none in one process alone."""
+
+    def detach(self) -> None:
+        """Undoes every run."""
+        for run in self.runs.values():
+            run.detach()
 
     @abstractmethod
     def no_sync(self, *, silent: bool = True) -> AbstractContextManager[None]:
@@ -118,7 +123,7 @@ class Situation:
     joins_batches: ClassVar[bool] = True
     """Whether one process sees one batch of all samples; else each rank's, one after the other."""
     refused: ClassVar[Mapping[str, str]] = {}
-    """Schemes that say at `attach` that they cannot do it, with a part of what they say."""
+    """Schemes that say themselves that they cannot do it, with a part of what they say."""
     left_out: ClassVar[Mapping[str, str]] = {}
     """Schemes that are documented to be no match for it, with the reason."""
 

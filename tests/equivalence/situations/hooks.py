@@ -22,7 +22,9 @@ class ParameterHooks(Situation):
 class ParameterHooksLater(Situation):
     """The same, registered after `distribute`."""
 
-    refused_later: ClassVar = ()
+    refused: ClassVar = dict.fromkeys(
+        ("sufficient_factor", "sparse_rows", "mix", "deferred", "two_level"), "gradient hooks"
+    )
 
     def begin(self, side: Side) -> None:
         for number, parameter in enumerate(side.model.parameters()):

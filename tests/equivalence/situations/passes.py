@@ -185,7 +185,9 @@ class CheckpointedReentrant(Checkpointed):
 class GradientPenalty(Situation):
     """The backward goes through a gradient that was itself computed."""
 
-    left_out: ClassVar = dict.fromkeys(("sufficient_factor", "mix"), "the layers' second derivatives are no outer products")
+    left_out: ClassVar = dict.fromkeys(
+        ("sufficient_factor", "mix"), "the layers' second derivatives are no outer products"
+    )
 
     def batch(self, rank: int, step: int) -> Any:
         return numbers(rank, step, 4, 6)

@@ -326,6 +326,11 @@ class ParameterNotContiguous(Situation):
 class ComplexParameters(Situation):
     """A parameter of complex numbers."""
 
+    refused: ClassVar = dict.fromkeys(
+        ("all_reduce", "sufficient_factor", "sparse_rows", "sharded_server", "mix", "deferred", "two_level"),
+        "complex gradients cannot be exchanged",
+    )
+
     class Complex(Net):
         def __init__(self) -> None:
             super().__init__()
