@@ -36,8 +36,8 @@ def test_settings_are_those_of_every_group():
 
 
 def test_due_every_so_many_exchanges_since_the_last_proof():
-    check = DriftCheck(nn.Linear(1, 1), None, Group([]), every=3)
+    check = DriftCheck(nn.Linear(1, 1), (), Group([]), every=3)
     assert [n for n in range(5) if check.is_due(n)] == [3, 4]
     check.compare(4)
     assert [n for n in range(4, 9) if check.is_due(n)] == [7, 8]
-    assert not DriftCheck(nn.Linear(1, 1), None, Group([])).is_due(100)
+    assert not DriftCheck(nn.Linear(1, 1), (), Group([])).is_due(100)

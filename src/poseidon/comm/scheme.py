@@ -18,6 +18,7 @@ from torch import nn
 from poseidon.artifact import Value
 from poseidon.cluster.curve import Curve
 from poseidon.cluster.rates import Rates
+from poseidon.comm.alarm import Alarm
 from poseidon.comm.capture import Removable
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.weighing import Weighing
@@ -196,6 +197,8 @@ class StepState:
         """False inside `no_sync`: gradients accumulate and nothing is sent."""
         self.weighing = Weighing(1)
         """How much each rank counts in the present exchange; an exchange keeps it where it ends later."""
+        self.alarms: dict[torch.optim.Optimizer, Alarm] = {}
+        """By optimizer, where ranks hold parts of its parameters."""
         self.on_backward: Callable[[], None] = lambda: None
         """Called by whatever first notices that backward is under way."""
         self.arrivals: dict[str, None] = {}
@@ -316,6 +319,10 @@ class Exchange(ABC):
     transfers: tuple[Transfer, ...] = ()
     early: tuple[Transfer, ...] = ()
     """Those of `transfers` that are ready in the forward pass already."""
+    held: tuple[nn.Parameter, ...] = ()
+    """What this rank's optimizer holds in place of `parameters`, gradients included; none where it has these."""
+    optimizer: torch.optim.Optimizer | None = None
+    """The one that holds that."""
     handles: list[Removable] = field(default_factory=list)
     tag: int = 0
     """First of `TAGS_PER_EXCHANGE` message tags that only this exchange uses; the same on every rank."""

@@ -4,8 +4,8 @@ A layer's gradients are laid end to end and cut into one stretch per rank, equal
 layer loads all shards alike. Stretches travel in pieces of `piece_bytes`, and the owner adds a piece as soon as every
 rank's has come. The optimizer sees only the owner's stretch: its state is 1/P on each rank, and `p.grad` stays empty.
 After `optimizer.step()` the owners send the new parameters to everybody. Hooks that come after the step find whole
-parameters in the optimizer's groups. Where any rank's gradient of a layer is not finite, every shard of the layer is
-made so, and a `GradScaler` skips the same steps on all ranks.
+parameters in the optimizer's groups. With the pieces travels whether any of a rank's numbers is not finite, so that a
+`GradScaler` skips an update on every rank or on none.
 
 gloo's own reduce-scatter leaves more than half of a link idle; pieces point to point do not, and so they are used.
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from poseidon.cluster.rates import Rates
+from poseidon.comm.alarm import Alarm, is_finite
 from poseidon.comm.all_reduce import COPY_TRAFFIC
 from poseidon.comm.bucket import pieces, stretches
 from poseidon.comm.capture import LATE_ADDITION, Additions, on_gradient
@@ -119,8 +120,8 @@ def check_optimizer(layer: BoundLayer) -> None:
     optimizer = layer.optimizer
     if optimizer is None:
         raise InfeasibleError(
-            f"layer {layer.name}: sharded_server runs the optimizer on shards, but distribute() was given none; "
-            "pass it, or choose all_reduce for this layer"
+            f"layer {layer.name}: sharded_server runs the optimizer on shards, but distribute() was given none that "
+            "updates it; pass it, or choose all_reduce for this layer"
         )
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
@@ -128,7 +129,13 @@ def check_optimizer(layer: BoundLayer) -> None:
             f"layer {layer.name}: sharded_server cannot use {type(optimizer).__name__}: it is not known to update each "
             f"number from that number's own gradient and state alone; use one of {known}, or choose all_reduce"
         )
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in layer.parameters.items():
+        if id(parameter) not in updated:
+            raise InfeasibleError(
+                f"layer {layer.name}: sharded_server runs the optimizer on shards of the whole layer, but "
+                f"{type(optimizer).__name__} does not update its {name}; choose all_reduce for this layer"
+            )
         if not parameter.is_contiguous():
             raise InfeasibleError(
                 f"layer {layer.name}: sharded_server cuts parameters into stretches, but {name} is not contiguous "
@@ -151,10 +158,15 @@ class ServerExchange(Exchange):
             step=step,
         )
         assert layer.optimizer is not None
+        self.optimizer = layer.optimizer
+        alarm = step.alarms.setdefault(self.optimizer, Alarm(self.optimizer, self.parameters[0].device))
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in layer.parameters.values():
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        self._shards = [Shard(parameters, layer.optimizer, group, piece_bytes) for parameters in by_dtype.values()]
+        self._shards = [
+            Shard(parameters, self.optimizer, alarm, group, piece_bytes) for parameters in by_dtype.values()
+        ]
+        self.held = tuple(own for shard in self._shards for own in shard.own)
         self._parameters = list(layer.parameters.values())
         self._weighing = step.weighing
         self._additions = Additions(len(self._parameters))
@@ -203,7 +215,7 @@ class ServerExchange(Exchange):
     def finish(self) -> None:
         """Gives each shard the mean of its stretch."""
         for shard in self._shards:
-            shard.finish()
+            shard.finish(self.step.index)
         made = {id(p): count for shard in self._shards for p, count in zip(shard.parameters, shard.made, strict=True)}
         self.made = [made[id(parameter)] for parameter in self._parameters]
 
@@ -235,10 +247,16 @@ class Shard:
     """Parameters of one dtype laid end to end, and the stretch of them that this rank owns."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, group: Group, piece_bytes: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        alarm: Alarm,
+        group: Group,
+        piece_bytes: int,
     ) -> None:
         self._group = group
         self._optimizer = optimizer
+        self._alarm = alarm
         self.parameters = list(parameters)
         self.made: list[float] = [0.0] * len(self.parameters)
         """On how many ranks each gradient was made in the last exchange."""
@@ -264,6 +282,8 @@ class Shard:
             self.parameters, self._own, _intersections(parameters, start, end), strict=True
         ):
             if whole.grad is not None:  # a mean that the optimizer has not used yet
+                if not is_finite(whole.grad):
+                    self._alarm.give()
                 own.grad, whole.grad = whole.grad.reshape(-1)[a:b].clone(), None
                 self._stepped = False
             if state := self._optimizer.state.pop(whole, None):
@@ -272,8 +292,14 @@ class Shard:
                     for key, value in state.items()
                 }
 
+    @property
+    def own(self) -> list[nn.Parameter]:
+        """Of each parameter the part that this rank's optimizer holds, perhaps empty."""
+        return self._own
+
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
+        self._alarm.withdraw()
 
     def show_whole(self, whole: bool) -> None:
         """Has the optimizer's groups hold whole parameters, or the own stretch of them."""
@@ -295,8 +321,7 @@ class Shard:
                 torch.mul(parameter.grad.reshape(-1), scale, out=place)
             offset += parameter.numel()
         self._facts[:-1].copy_(torch.tensor([float(p.grad is not None) for p in self.parameters]))
-        if self._flat.numel():
-            self._facts[-1] = torch.stack(torch.aminmax(self._flat)).isfinite().all().logical_not()
+        self._facts[-1] = is_finite(self._flat).logical_not()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -343,10 +368,12 @@ class Shard:
         for rank in range(1, self._group.world_size):
             own.add_(parts[rank])
 
-    def finish(self) -> None:
+    def finish(self, exchange: int) -> None:
         """Gives the optimizer the mean over the own stretch; a gradient that no rank made stays away."""
         offset = self._stretches[self._group.rank][0]
         *self.made, not_finite = self._facts.tolist()
+        was_left_out = self._alarm.begin(exchange)
+        self._stepped = self._stepped or was_left_out
         for own, made in zip(self._own, self.made, strict=True):
             mean = self._flat[offset : offset + own.numel()]
             offset += own.numel()
@@ -359,14 +386,8 @@ class Shard:
             else:
                 own.grad.add_(mean)
         if not_finite:
-            self._spoil()
+            self._alarm.give()
         self._stepped = False
-
-    def _spoil(self) -> None:
-        """Some rank's gradient is not finite, perhaps in another stretch: here, too, whoever looks is to see it."""
-        for own in self._own:
-            if own.grad is not None and own.numel():
-                own.grad[0] = torch.nan
 
     def gather(self, tag: int, what: str) -> Pending:
         """Starts to exchange stretches of the parameters' own memory: owners send, the others receive in place."""
@@ -390,6 +411,7 @@ class Shard:
     def detach(self, tag: int) -> None:
         """Whole parameters in the optimizer's groups again, and whole state, gathered from its owners."""
         self._hook.remove()
+        self._alarm.withdraw()
         self.show_whole(True)
         if not self._stepped and any(self._facts[:-1].tolist()):
             self._restore_gradients(tag)

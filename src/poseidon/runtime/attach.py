@@ -28,6 +28,7 @@ from poseidon.profile.structure import owned_parameters, profile_structure
 from poseidon.runtime.batch_norm import SyncedBatchNorms
 from poseidon.runtime.buffers import Buffers
 from poseidon.runtime.claims import Claim, check_unclaimed
+from poseidon.runtime.clipping import Oversight, clip_grad_norm_, grad_norm
 from poseidon.runtime.comm_thread import CommThread
 from poseidon.runtime.deferral import Deferral, Lookout, check_deferred, undisturbed
 from poseidon.runtime.drift import DriftCheck
@@ -38,6 +39,7 @@ from poseidon.runtime.ignored import ignored_names
 from poseidon.runtime.inventory import Change, Inventory, agree
 from poseidon.runtime.loading import ShardedLoader, Sharding, Source, shard
 from poseidon.runtime.means import Figure, mean_over_ranks
+from poseidon.runtime.optimizers import Optimizers, StepHooks, check_no_closure, listed, optimizer_of
 from poseidon.runtime.options import RunOptions
 from poseidon.runtime.portions import Dealing
 from poseidon.runtime.recorder import Recorder
@@ -71,7 +73,8 @@ class Run:
 
     Args:
         model: The root module, changed in place.
-        optimizer: Any `torch.optim` optimizer over its parameters; None if the caller updates them in another way.
+        optimizer: Any `torch.optim` optimizer over its parameters, or several; None if the caller updates them in
+            another way.
         plan: How the gradients cross the network.
         group: The ranks.
         options: What holds whatever the plan.
@@ -80,7 +83,7 @@ class Run:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers,
         plan: Plan,
         group: Group,
         options: RunOptions = RunOptions(),  # noqa: B008 - a frozen value
@@ -89,7 +92,7 @@ class Run:
         """Names of the parameters and buffers that stay each rank's own."""
         self._claim = Claim(model, self.ignored)
         self.model = model
-        self.optimizer = optimizer
+        self.optimizers = listed(optimizer)
         self.group = group
         self.plan = plan
         self.options = options
@@ -114,7 +117,7 @@ class Run:
         self._unused = Unused(model, lambda text, loud: self.note("unused", text, loud=loud))
         self._drift = DriftCheck(
             model,
-            optimizer,
+            self.optimizers,
             group,
             every=options.check_every,
             equal_buffers=lambda: self._buffers.equal,
@@ -153,19 +156,22 @@ class Run:
         """The layers in the order in which the last exchange's gradients became ready on this rank."""
         self.label = "plan"
         """What the timeline calls the steps from now on."""
+        self._oversight = Oversight()
+        self._step_hooks: dict[torch.optim.Optimizer, StepHooks] = {}
         self._optimizer_handles: list[Removable] = []
-        if optimizer is not None:
-            before = optimizer.register_step_pre_hook(self._before_optimizer)
-            after = optimizer.register_step_post_hook(self._after_optimizer)
-            last = optimizer.register_step_post_hook(lambda *_: self._show_whole(False))
-            self._step_hook, self._last_hook = before.id, last.id
-            self._optimizer_handles = [before, after, last]
-            # What comes after the step sees it done; what comes before it is told apart in `_before_optimizer`.
-            hooks: Any = optimizer._optimizer_step_post_hooks
-            hooks.move_to_end(after.id, last=False)
+        for one in self.optimizers:
+            state_hook = one.register_state_dict_pre_hook(self._before_state_dict)
+            hooks = StepHooks(one, self._before_optimizer, self._after_optimizer, lambda *_: self._show_whole(False))
+            self._step_hooks[one] = hooks
+            self._optimizer_handles += [hooks, state_hook]
         self._bind()
         if names := self._batch_norms.sync(nn.SyncBatchNorm):
             self.note("noticed", f"nn.SyncBatchNorm is computed as after sync_batch_norm(): {', '.join(names)}")
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The only one, or the first of several."""
+        return self.optimizers[0] if self.optimizers else None
 
     # For the training loop
 
@@ -300,9 +306,9 @@ class Run:
             return mean_over_ranks(self.group, value, n)
 
     def _update(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def flush(self) -> None:
         """Waits for what the plan has deferred: gradients are final and parameters up to date when this returns.
@@ -312,6 +318,88 @@ class Run:
         """
         if self._deferral is not None:
             self._deferral.settle()
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the whole gradient, the same on every rank; on all ranks together, as `clip_grad_norm_`."""
+        self.flush()
+        return grad_norm(self._parameters(), self._exchanges, self.group, norm_type)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` of the whole gradient, whichever way its layers travel.
+
+        On all ranks together, between `backward()` and `optimizer.step()`.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+
+        Raises:
+            RuntimeError: It is not finite, and `error_if_nonfinite` is set.
+        """
+        self.flush()
+        return clip_grad_norm_(
+            self._parameters(), self._exchanges, self.group, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those whose gradients are exchanged, in the model's order; all of them on one rank."""
+        exchanged = {id(parameter) for exchange in self._exchanges for parameter in exchange.parameters}
+        return [p for p in self.model.parameters() if id(p) in exchanged or self.group.world_size == 1]
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """The state of the optimizer for all parameters, as one process would have it; on all ranks together.
+
+        On `sharded_server` each rank's optimizer has a part. `load_state_dict` of an optimizer takes the result in a
+        process of its own, `load_optimizer_state_dict` on any number of ranks.
+
+        Args:
+            optimizer: Which one, where there are several.
+        """
+        with self._unsharded():
+            return self._chosen(optimizer).state_dict()
+
+    def load_optimizer_state_dict(
+        self, state_dict: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Gives the optimizer a state for all parameters, the same on every rank; on all ranks together.
+
+        Args:
+            state_dict: From `optimizer_state_dict`, or of an optimizer in one process.
+            optimizer: Which one, where there are several.
+        """
+        with self._unsharded():
+            self._chosen(optimizer).load_state_dict(state_dict)
+
+    def _chosen(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        if optimizer is None and len(self.optimizers) == 1:
+            return self.optimizers[0]
+        if optimizer not in self.optimizers:
+            raise ConfigError(f"cannot tell which of {len(self.optimizers)} optimizers of the run is meant: name it")
+        assert optimizer is not None
+        return optimizer
+
+    @contextmanager
+    def _unsharded(self) -> Iterator[None]:
+        """Every optimizer has whole parameters and whole state meanwhile."""
+        self.flush()
+        if not any(exchange.held for exchange in self._exchanges):
+            yield
+            return
+        if self._begun:
+            raise CommError(
+                f"rank {self.group.rank}: the optimizer's state was asked for after a forward pass whose backward has "
+                "not run, with layers on sharded_server; ask between optimizer.step() and the next forward pass"
+            )
+        self._unbind()
+        try:
+            yield
+        finally:
+            self._bind()
 
     def check_replicas(self) -> None:
         """Proves that every rank holds the same parameters, bit by bit, and the same hyperparameters of the optimizer.
@@ -423,7 +511,7 @@ class Run:
         """Raises InfeasibleError where a plan is for another model, another number of ranks or another optimizer."""
         self._show_whole(True)
         try:
-            check_plan(plan, self.model, self.optimizer, self.group, self._inventory.layers)
+            check_plan(plan, self.model, self.optimizers, self.group, self._inventory.layers)
         finally:
             self._show_whole(False)
 
@@ -485,7 +573,7 @@ class Run:
             return
         self.group.connections = min(self.plan.connections, self.group.max_connections)
         owned = self._inventory.layers
-        self._exchanges = bind(self.plan, self.model, owned, self.optimizer, self.group, self._state)
+        self._exchanges = bind(self.plan, self.model, owned, self.optimizers, self.group, self._state)
         self._schedule = schedule(self.plan, self._exchanges, self._counting.transfer)
         place = {transfer: index for index, transfer in enumerate(self._schedule.all)}
         in_order = sorted(self._exchanges, key=lambda exchange: place[exchange.transfers[-1]])
@@ -622,6 +710,7 @@ class Run:
         if self._threads is not None:
             self._finish()
             self._unused.look(self._finishing, self._state.index)
+            self._oversight.remember(self._finishing)
         elif (factor := self._state.weighing.by_rank[0]) not in (0.0, 1.0):
             self._reweigh(factor)
         if self._deferral is not None:
@@ -736,20 +825,41 @@ class Run:
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         if self._deferral is not None:
-            is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._step_hook
-            self._deferral.before_step(args, kwargs, is_last=is_last)
+            self._deferral.before_step(args, kwargs, is_last=self._step_hooks[optimizer].is_last_before)
         self._show_whole(False)
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(self._last_hook)
+        self._step_hooks[optimizer].begin()
+        if self._oversight.happened():
+            self._say_what_was_overlooked()
         self.recorder.begin(Activity.OPTIMIZER)
+
+    def _say_what_was_overlooked(self) -> None:
+        first, *others = [name for exchange in self._exchanges if exchange.held for name in exchange.layers]
+        names = f"{first} and {len(others)} more" if others else first
+        self.note(
+            "overlooked",
+            f"gradients in p.grad were changed before optimizer.step(), those of {names} on sharded_server were not: "
+            "torch.nn.utils.clip_grad_norm_ does not see them; use run.clip_grad_norm_",
+            loud=True,
+        )
+
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(exchange.optimizer is optimizer for exchange in self._exchanges):
+            log.warning(
+                "rank %d: optimizer.state_dict() holds this rank's shards of layers on sharded_server only; all ranks "
+                "together get the whole state from run.optimizer_state_dict()",
+                self.group.rank,
+            )
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.recorder.end(Activity.OPTIMIZER)
         if self._deferral is not None:
             self._deferral.after_step()
-            hooks: Any = optimizer._optimizer_step_pre_hooks
-            hooks.move_to_end(self._step_hook)
-        pendings = [(exchange.name, exchange.after_optimizer()) for exchange in self._exchanges]
+            self._step_hooks[optimizer].end()
+        pendings = [
+            (exchange.name, exchange.after_optimizer())
+            for exchange in self._exchanges
+            if exchange.optimizer in (None, optimizer)
+        ]
         with self.group.waiting("the gathering of parameters after optimizer.step()"):
             for name, pending in pendings:
                 if pending is not None:
@@ -764,7 +874,7 @@ class Run:
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     plan: Plan,
     group: Group,
     options: RunOptions = RunOptions(),  # noqa: B008 - a frozen value
@@ -773,7 +883,8 @@ def attach(
 
     Args:
         model: The root module, built alike on every rank.
-        optimizer: Over the model's parameters; needed where a layer uses `sharded_server`.
+        optimizer: Over the model's parameters, or several over parts of them; needed where a layer uses
+            `sharded_server`.
         plan: For this model and this number of ranks.
         group: From `join.init`.
         options: What holds whatever the plan.
@@ -788,7 +899,7 @@ def attach(
     ignored = ignored_names(model, options.ignore)
     check_unclaimed(model, ignored)
     check_same_model(model, group, ignored)
-    check_plan(plan, model, optimizer, group, owned_parameters(model, ignored=ignored))
+    check_plan(plan, model, listed(optimizer), group, owned_parameters(model, ignored=ignored))
     check_same_plan(plan, group)
     if plan.portions and options.mean != "samples":
         raise InfeasibleError("the plan gives ranks unequal numbers of samples: take mean='samples', or leave it out")
@@ -801,7 +912,7 @@ Owned = Mapping[str, dict[str, nn.Parameter]]
 
 
 def check_plan(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group, owned: Owned
+    plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], group: Group, owned: Owned
 ) -> None:
     """Raises InfeasibleError with the first difference between a plan and what it is to be put to work on."""
     if plan.world_size != group.world_size:
@@ -820,9 +931,15 @@ def check_plan(
             )
     if group.world_size > 1:
         _check_real(owned)
-        for scheme, layers in _by_scheme(plan, model, owned, optimizer).items():
+        for scheme, layers in _by_scheme(plan, model, owned, optimizers).items():
             scheme.check(layers, group)
             check_deferred(scheme, layers, model)
+        check_no_closure(optimizers)
+        if plan.deferred and len(optimizers) > 1:
+            raise InfeasibleError(
+                f"cannot defer {plan.deferred[0]!r} where several optimizers update the model; take it out of "
+                "plan.deferred"
+            )
 
 
 def _check_real(owned: Mapping[str, Mapping[str, nn.Parameter]]) -> None:
@@ -840,12 +957,12 @@ def bind(
     plan: Plan,
     model: nn.Module,
     owned: Owned,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     group: Group,
     state: StepState,
 ) -> list[Exchange]:
     """Puts each scheme to work on its layers; equal schemes with equal parameters share one call, and so buckets."""
-    together = _by_scheme(plan, model, owned, optimizer)
+    together = _by_scheme(plan, model, owned, optimizers)
     exchanges = [e for scheme, layers in together.items() for e in scheme.bind(layers, group, state)]
     for number, exchange in enumerate(exchanges):
         exchange.tag = (number + 1) * TAGS_PER_EXCHANGE
@@ -853,7 +970,7 @@ def bind(
 
 
 def _by_scheme(
-    plan: Plan, model: nn.Module, owned: Owned, optimizer: torch.optim.Optimizer | None
+    plan: Plan, model: nn.Module, owned: Owned, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[CommScheme, list[BoundLayer]]:
     specs = plan.layers
     bucket_of = {name: index for index, bucket in enumerate(plan.buckets) for name in bucket}
@@ -863,7 +980,7 @@ def _by_scheme(
             spec=specs[name],
             module=model.get_submodule(name),
             parameters=owned[name],
-            optimizer=optimizer,
+            optimizer=optimizer_of(owned[name].values(), optimizers),
             bucket=bucket_of.get(name),
             deferred=name in plan.deferred,
         )

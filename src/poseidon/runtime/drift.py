@@ -24,7 +24,7 @@ class DriftCheck:
 
     Args:
         model: The root module.
-        optimizer: Whose hyperparameters are compared; None where there is none.
+        optimizers: Whose hyperparameters are compared.
         group: The ranks.
         every: After how many exchanges; 0 for never.
         equal_buffers: The names of the buffers that have to be equal at present.
@@ -34,7 +34,7 @@ class DriftCheck:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         group: Group,
         *,
         every: int = 0,
@@ -42,7 +42,7 @@ class DriftCheck:
         ignored: Container[str] = (),
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._group = group
         self._every = every
         self._equal_buffers = equal_buffers
@@ -63,11 +63,19 @@ class DriftCheck:
         Raises:
             CommError: Something differs; the first such thing and the ranks that are odd are named.
         """
-        tensors, settings = self._digests(), settings_of(self._optimizer)
+        tensors, settings = self._digests(), self._settings()
         whole = hashlib.blake2b(json.dumps([tensors, settings]).encode(), digest_size=16).hexdigest()
         if len(set(self._group.all_gather_text(whole, WHAT))) > 1:
             self._name_difference(tensors, settings, num_exchanges)
         self._proven = num_exchanges
+
+    def _settings(self) -> dict[str, str]:
+        """Those of the first optimizer, and of further ones under their number."""
+        found: dict[str, str] = {}
+        for number, optimizer in enumerate(self._optimizers):
+            which = f" of optimizer {number}" if number else ""
+            found |= {f"{name}{which}": value for name, value in settings_of(optimizer).items()}
+        return found
 
     def _digests(self) -> dict[str, str]:
         """Of each tensor that has to be equal, by what messages call it."""

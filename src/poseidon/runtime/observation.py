@@ -92,11 +92,11 @@ class Observation:
     def _between_passes(self) -> dict[str, Any]:
         """Seconds of the optimizer, and of all else that the loop does between two passes."""
         steps = self._steps[1:]
-        optimizer = self._run.optimizer
+        optimizers = self._run.optimizers
         return {
-            "optimizer": type(optimizer).__name__ if optimizer else "",
+            "optimizer": type(optimizers[0]).__name__ if len(optimizers) == 1 else "",
             "optimizer_seconds": median(step.seconds_in(Activity.OPTIMIZER) for step in steps),
-            "optimizer_state_num_bytes": _state_num_bytes(optimizer),
+            "optimizer_state_num_bytes": sum(map(_state_num_bytes, optimizers)),
             "loader_seconds": max(0.0, median(_outside_seconds(step) for step in steps)),
         }
 
@@ -156,6 +156,6 @@ def _outside_seconds(step: Step) -> float:
     return parts["loader"] + parts["other"]
 
 
-def _state_num_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    state = tree_leaves(dict(optimizer.state)) if optimizer else []
+def _state_num_bytes(optimizer: torch.optim.Optimizer) -> int:
+    state = tree_leaves(dict(optimizer.state))
     return sum(leaf.numel() * leaf.element_size() for leaf in state if isinstance(leaf, torch.Tensor))
