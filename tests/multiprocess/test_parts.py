@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import poseidon
 from poseidon.comm.group import Group
 from poseidon.errors import CommError
 from poseidon.runtime.attach import attach
@@ -97,3 +98,58 @@ def broken(rank: int, world_size: int) -> None:
 
 def test_a_broken_pass_is_noticed_without_a_forward_of_the_model() -> None:
     run_ranks(2, broken)
+
+
+def make_lightning(calls_itself: bool) -> nn.Module:
+    import lightning
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(12, 16), nn.Tanh())
+            self.head = nn.Linear(16, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.encoder(x))
+
+        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_index: int) -> torch.Tensor:
+            x, y = batch
+            return F.cross_entropy(self(x) if calls_itself else self.head(self.encoder(x)), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    torch.manual_seed(0)
+    return Classifier()
+
+
+def lightning_alone(rank: int, world_size: int, calls_itself: bool) -> dict[str, torch.Tensor]:
+    model = make_lightning(calls_itself)
+    optimizer = model.configure_optimizers()
+    for index, batch in enumerate(make_batches()):
+        optimizer.zero_grad()
+        model.training_step(batch, index).backward()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def lightning_in_parts(rank: int, world_size: int, calls_itself: bool, choice: str) -> dict[str, torch.Tensor]:
+    """One rank has four samples of each batch, the other two: nobody says so."""
+    model = make_lightning(calls_itself)
+    optimizer = model.configure_optimizers()
+    plan = make_plan(model, choice, world_size, 6, lambda: model.training_step(make_batches()[0], 0))
+    run = poseidon.distribute(model, optimizer, plan)
+    for index, (x, y) in enumerate(make_batches()):
+        optimizer.zero_grad()
+        model.training_step((x.split([4, 2])[rank], y.split([4, 2])[rank]), index).backward()
+        optimizer.step()
+    run.check_replicas()
+    run.detach()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("calls_itself", [True, False])
+def test_a_lightning_module_as_a_plain_module(calls_itself: bool) -> None:
+    (alone,) = run_ranks(1, lightning_alone, calls_itself)
+    for parameters in run_ranks(2, lightning_in_parts, calls_itself, "mix"):
+        assert_close(parameters, alone)
