@@ -1,12 +1,20 @@
 """Training on data that `run.shard` deals: the same as one process on all of it, whatever does not divide."""
 
+import json
+import os
+import signal
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import poseidon
-from poseidon.errors import ConfigError
+from poseidon.comm import SufficientFactor
+from poseidon.errors import ConfigError, PeerLostError
+from poseidon.plan import uniform_plan
+from poseidon.profile.structure import profile_structure
+from poseidon.timeline import Activity
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -190,6 +198,42 @@ def test_an_epoch_goes_on_on_another_number_of_ranks():
     assert_close(second[2][1]["model"].values(), expected)
 
 
+def train_until_rank_1_dies(rank, world_size, folder, die_at):
+    """Each rank writes down what it has trained on; rank 0 also where the loader is, once a step is over everywhere."""
+    model, optimizer, scheduler, run = make_training(world_size)
+    loader = run.shard(make_data(), batch_size=4)
+    try:
+        for step, (x, y, index) in enumerate(loader):
+            if rank == 1 and step == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            nn.functional.mse_loss(model(x), y).backward()
+            updating(optimizer, scheduler)()
+            (folder / f"{step}-{rank}").write_text(json.dumps(index.tolist()))
+            if rank == 0:
+                (folder / "state").write_text(json.dumps({"step": step, "loader": loader.state_dict()}))
+    except PeerLostError:
+        poseidon.shutdown("rank 1 is gone")
+
+
+def test_after_a_rank_has_died_each_sample_of_the_epoch_is_still_seen_once(tmp_path):
+    run_ranks(3, train_until_rank_1_dies, tmp_path, 4, init=False, expect_dead=[1])
+    state = json.loads((tmp_path / "state").read_text())
+    assert state["step"] == 3
+    before = [json.loads((tmp_path / f"{step}-{rank}").read_text()) for step in range(4) for rank in range(3)]
+    after = run_ranks(2, go_on, state["loader"], init=False)
+    seen = [index for batch in before for index in batch] + [index for rank in after for index in rank]
+    assert sorted(seen) == list(range(NUM_SAMPLES))
+
+
+def go_on(rank, world_size, state):
+    *_, run = make_training(world_size)
+    loader = run.shard(make_data(), batch_size=6, train=False, shuffle=True)
+    loader.load_state_dict(state)
+    seen = [number for _, _, index in loader for number in index.tolist()]
+    poseidon.shutdown()
+    return seen
+
+
 # Evaluation and what is logged
 
 
@@ -221,6 +265,40 @@ def test_evaluating_counts_exactly_the_samples_there_are():
         assert means["loss"] == pytest.approx(expected, rel=1e-12)
         assert means["rank"] == sum(rank * count for rank, count in enumerate(counts)) / NUM_SAMPLES
         assert alone == 3.0
+
+
+def log_in_between(rank, world_size):
+    """The mean of a loss is asked for between forward and backward, while factors are on their way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = poseidon.init()
+    profile = profile_structure(model)
+    plan = uniform_plan(profile, world_size, {layer.name: SufficientFactor() for layer in profile.trainable})
+    run = poseidon.distribute(model, optimizer, plan, group=group)
+    losses = []
+    for x, y, _ in run.shard(make_data(), batch_size=5, shuffle=False):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        losses.append(run.mean(loss, len(x)))
+        loss.backward()
+        optimizer.step()
+    run.check_replicas()
+    assert any(one.activity is Activity.LOADER for step in run.timeline.steps for one in step.intervals)
+    poseidon.shutdown()
+    return losses
+
+
+def test_a_loss_can_be_logged_before_its_backward_pass():
+    results = run_ranks(2, log_in_between, init=False)
+    (alone,) = run_ranks(1, log_in_between, init=False)
+    assert results[0] == results[1]
+    assert len(results[0]) == 11
+    x, y, _ = make_data()[:10]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    assert results[0][0] == pytest.approx(nn.functional.mse_loss(model(x), y).item(), rel=1e-12)
+    assert len(alone) == 21
 
 
 def name_differently(rank, world_size):

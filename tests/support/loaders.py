@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from poseidon.runtime.loading import Sharding, shard
 from poseidon.runtime.portions import Dealing
+from poseidon.runtime.recorder import Recorder
 
 
 class Group:
@@ -29,6 +30,7 @@ class Run:
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.group: Any = Group(rank, world_size)
         self.dealing = Dealing(self.group, (1.0,) * world_size)
+        self.recorder = Recorder(rank)
         self.told: list[Any] = []
 
     def weight(self, num_items: float) -> None:

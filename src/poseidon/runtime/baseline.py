@@ -18,7 +18,8 @@ from poseidon.plan import uniform_plan
 from poseidon.profile.structure import profile_structure
 from poseidon.runtime.attach import attach
 from poseidon.runtime.data import Share, Shares, batches
-from poseidon.runtime.trainer import Schedule, take_step, timed
+from poseidon.runtime.loading import timed
+from poseidon.runtime.trainer import Schedule, take_step
 from poseidon.tasks.task import Batch, Task
 
 WARM_UP_STEPS = 2
@@ -73,7 +74,7 @@ def _train_alone(task: Task, schedule: Schedule, device: torch.device, note: str
     run = attach(model, optimizer, uniform_plan(profile_structure(model), 1), Group([]))
     model.train()
     began = time.monotonic()
-    for share, batch in timed(run, _some_batches(task, schedule)):
+    for share, batch in timed(run.recorder, _some_batches(task, schedule)):
         take_step(task, run, share, batch)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # as the wait for the exchange does in the run

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,9 +28,12 @@ from poseidon.comm.group import Group
 from poseidon.errors import CheckpointError, ConfigError
 from poseidon.runtime.data import Batches, Share, Shares
 from poseidon.runtime.portions import Dealing, Portions
+from poseidon.runtime.recorder import Recorder
 from poseidon.runtime.seeding import draws_of, number_from
 from poseidon.runtime.streams import InitWorker, Part, Split
+from poseidon.timeline import Activity
 
+T = TypeVar("T")
 Source = Dataset[Any] | DataLoader[Any]
 
 
@@ -39,6 +42,7 @@ class Trained(Protocol):
 
     group: Group
     dealing: Dealing
+    recorder: Recorder
 
     def weight(self, num_items: float) -> None:
         """The loss of the next backward pass is a mean over so many samples."""
@@ -87,10 +91,13 @@ class ShardedLoader(ABC):
 
     Args:
         run: Is told how many samples each batch has.
+        loader: As it was given.
         sharding: How the data is dealt.
     """
 
-    def __init__(self, run: Trained, sharding: Sharding) -> None:
+    def __init__(self, run: Trained, loader: DataLoader[Any], sharding: Sharding) -> None:
+        self.dataset = loader.dataset
+        """All of the data."""
         self.epoch = 0
         """The epoch that is under way, or between two the next one; `range(loader.epoch, num_epochs)` are left."""
         self._run = run
@@ -105,7 +112,7 @@ class ShardedLoader(ABC):
             self._begin_next_epoch()
         self._resumed = False
         tells = self._sharding.train
-        for num_samples, batch in self._pass():
+        for num_samples, batch in timed(self._run.recorder, self._pass()) if tells else self._pass():
             if tells and num_samples is not None:
                 self._run.weight(num_samples)
             yield batch
@@ -146,7 +153,7 @@ class MapLoader(ShardedLoader):
     """
 
     def __init__(self, run: Trained, loader: DataLoader[Any], sharding: Sharding) -> None:
-        super().__init__(run, sharding)
+        super().__init__(run, loader, sharding)
         shuffle, self._sampler = _read_sampler(loader, sharding.shuffle)
         self._shuffle = shuffle
         self._is_batched = loader.batch_size is not None
@@ -249,7 +256,7 @@ class StreamLoader(ShardedLoader):
     """Of an iterable data set: its state is this rank's own, and holds for as many ranks and workers."""
 
     def __init__(self, run: Trained, loader: DataLoader[Any], sharding: Sharding) -> None:
-        super().__init__(run, sharding)
+        super().__init__(run, loader, sharding)
         if sharding.shuffle:
             raise ConfigError("cannot shuffle an iterable data set: it decides on its order itself; leave shuffle out")
         if sharding.portions is not None:
@@ -340,6 +347,17 @@ def shard(run: Trained, source: Source, *, batch_size: int | None = None, shardi
     _check_alike(run.group, _facts(loader, sharding))
     is_stream = isinstance(loader.dataset, IterableDataset)
     return (StreamLoader if is_stream else MapLoader)(run, loader, sharding)
+
+
+def timed(recorder: Recorder, source: Iterator[T]) -> Iterator[T]:
+    """The same items; stamps how long the training thread waits for its samples."""
+    while True:
+        recorder.begin(Activity.LOADER)
+        item = next(source, None)
+        recorder.end(Activity.LOADER)
+        if item is None:
+            return
+        yield item
 
 
 def _as_loader(source: Source, batch_size: int | None, sharding: Sharding) -> DataLoader[Any]:

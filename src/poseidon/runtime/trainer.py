@@ -1,9 +1,7 @@
 """The step loop for a Task: the same on one rank and on many."""
 
 import json
-from collections.abc import Iterator
 from itertools import islice
-from typing import TypeVar
 
 import torch
 from pydantic import Field
@@ -13,10 +11,9 @@ from poseidon.comm.group import Group
 from poseidon.runtime.attach import Run
 from poseidon.runtime.data import Share, Shares, batches
 from poseidon.runtime.ledger import Ledger, Watcher
+from poseidon.runtime.loading import timed
 from poseidon.tasks.task import Batch, Samples, Task
 from poseidon.timeline import Activity
-
-T = TypeVar("T")
 
 
 class Schedule(Value):
@@ -80,7 +77,7 @@ def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome
         run.recorder.restart()
         portions.begin_epoch()
         loaded = batches(data, shares.epoch(epoch, portions=portions), collate=task.collate)
-        for share, batch in islice(timed(run, loaded), num_steps - ledger.num_steps):
+        for share, batch in islice(timed(run.recorder, loaded), num_steps - ledger.num_steps):
             ledger.note(epoch, share, take_step(task, run, share, batch))
             watcher.on_step(ledger.num_steps)
         ledger.combine()
@@ -139,14 +136,3 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The same batch on a device."""
     return tuple(tensor.to(device, non_blocking=True) for tensor in batch)
-
-
-def timed(run: Run, source: Iterator[T]) -> Iterator[T]:
-    """The same items; stamps how long the training thread waits for its samples."""
-    while True:
-        run.recorder.begin(Activity.LOADER)
-        item = next(source, None)
-        run.recorder.end(Activity.LOADER)
-        if item is None:
-            return
-        yield item
