@@ -100,7 +100,7 @@ def test_a_broken_pass_is_noticed_without_a_forward_of_the_model() -> None:
     run_ranks(2, broken)
 
 
-def make_lightning(calls_itself: bool) -> nn.Module:
+def make_lightning(calls_itself: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     import lightning
 
     class Classifier(lightning.LightningModule):
@@ -120,36 +120,29 @@ def make_lightning(calls_itself: bool) -> nn.Module:
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     torch.manual_seed(0)
-    return Classifier()
+    model = Classifier()
+    return model, model.configure_optimizers()
 
 
-def lightning_alone(rank: int, world_size: int, calls_itself: bool) -> dict[str, torch.Tensor]:
-    model = make_lightning(calls_itself)
-    optimizer = model.configure_optimizers()
-    for index, batch in enumerate(make_batches()):
-        optimizer.zero_grad()
-        model.training_step(batch, index).backward()
-        optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+def lightning_module(rank: int, world_size: int) -> None:
+    """One rank has four samples of each batch, the other two, and nobody says so; each compares with one process."""
+    for calls_itself in (True, False):
+        alone, optimizer = make_lightning(calls_itself)
+        for index, batch in enumerate(make_batches()):
+            optimizer.zero_grad()
+            alone.training_step(batch, index).backward()
+            optimizer.step()
+        model, optimizer = make_lightning(calls_itself)
+        plan = make_plan(model, "mix", world_size, 6, lambda model=model: model.training_step(make_batches()[0], 0))
+        run = poseidon.distribute(model, optimizer, plan)
+        for index, (x, y) in enumerate(make_batches()):
+            optimizer.zero_grad()
+            model.training_step((x.split([4, 2])[rank], y.split([4, 2])[rank]), index).backward()
+            optimizer.step()
+        run.check_replicas()
+        run.detach()
+        assert_close({name: p.detach() for name, p in model.named_parameters()}, dict(alone.named_parameters()))
 
 
-def lightning_in_parts(rank: int, world_size: int, calls_itself: bool, choice: str) -> dict[str, torch.Tensor]:
-    """One rank has four samples of each batch, the other two: nobody says so."""
-    model = make_lightning(calls_itself)
-    optimizer = model.configure_optimizers()
-    plan = make_plan(model, choice, world_size, 6, lambda: model.training_step(make_batches()[0], 0))
-    run = poseidon.distribute(model, optimizer, plan)
-    for index, (x, y) in enumerate(make_batches()):
-        optimizer.zero_grad()
-        model.training_step((x.split([4, 2])[rank], y.split([4, 2])[rank]), index).backward()
-        optimizer.step()
-    run.check_replicas()
-    run.detach()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("calls_itself", [True, False])
-def test_a_lightning_module_as_a_plain_module(calls_itself: bool) -> None:
-    (alone,) = run_ranks(1, lightning_alone, calls_itself)
-    for parameters in run_ranks(2, lightning_in_parts, calls_itself, "mix"):
-        assert_close(parameters, alone)
+def test_a_lightning_module_as_a_plain_module() -> None:
+    run_ranks(2, lightning_module)
