@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from poseidon.comm import SCHEMES
 from poseidon.comm.group import Group
 from poseidon.plan import uniform_plan
 from poseidon.profile.structure import StepWatch, profile_structure
 from poseidon.runtime.attach import attach
 from poseidon.runtime.observation import Observation
 from support.ranks import run_ranks
-from support.steps import rows
+from support.steps import Pair, rows
 
 pytestmark = pytest.mark.multiprocess
 
@@ -69,3 +70,108 @@ def test_what_is_observed_is_one_exchange(num_passes):
         assert [layer.calls for layer in profile.trainable] == [num_passes] * 2
         assert profile.trainable[0].activation_num_bytes == 5 * 9 * 4, "of one pass"
         assert all(layer.seconds > 0 for layer in profile.trainable)
+
+
+# What is exchanged
+
+PLANS = {
+    **{kind: scheme() for kind, scheme in SCHEMES.items()},
+    "mixed": {"table": SCHEMES["sparse_rows"](), "top": SCHEMES["sharded_server"]()},
+    "deferred": SCHEMES["all_reduce"](),
+    "deferred_factors": {"table": SCHEMES["sparse_rows"](), "top": SCHEMES["sufficient_factor"]()},
+}
+
+
+def look_up(rank, index):
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    return torch.randint(0, 20, (3 + rank, 4), generator=generator)
+
+
+def mean_of_squares(model, x):
+    return model(x).square().mean()
+
+
+def make_pair(rank, world_size, name):
+    deferred = (lambda plan: plan.model_copy(update={"deferred": ("table", "top")})) if "deferred" in name else None
+    more = {"plan": deferred} if deferred else {}
+    return Pair(rank, world_size, Lookup(), PLANS[name], mean_of_squares, look_up, **more)
+
+
+def whole(pair, index):
+    pair.loss(pair.model, pair.data(pair.rank, index)).backward()
+
+
+def forward_inside(pair, index):
+    """The forward pass inside, backward outside: that is an exchange."""
+    with pair.run.no_sync():
+        loss = pair.loss(pair.model, pair.data(pair.rank, index))
+    loss.backward()
+
+
+def forward_outside(pair, index):
+    """The forward pass outside, backward inside: nothing is exchanged yet."""
+    loss = pair.loss(pair.model, pair.data(pair.rank, index))
+    with pair.run.no_sync():
+        loss.backward()
+
+
+def all_inside(pair, index):
+    with pair.run.no_sync():
+        whole(pair, index)
+
+
+LAST = {"whole": whole, "forward_inside": forward_inside}
+EARLIER = {"all_inside": all_inside, "forward_outside": forward_outside}
+
+
+def accumulate(rank, world_size, name):
+    """Every way to accumulate twice and exchange then, one after the other under one plan."""
+    pair = make_pair(rank, world_size, name)
+    index = 0
+    for first, earlier in EARLIER.items():
+        for second, last in LAST.items():
+            for _ in range(2):
+                pair.optimizer.zero_grad()
+                pair.optimizer_alone.zero_grad()
+                exchanges = pair.run.num_exchanges
+                for take in (earlier, earlier, last):
+                    take(pair, index)
+                    pair.accumulate_alone(index)
+                    index += 1
+                    assert pair.run.num_exchanges == exchanges + (take is last), (first, second)
+                pair.compare()
+                pair.update()
+                pair.run.flush()
+    pair.run.detach()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_way_to_split_the_passes_is_exact(name):
+    run_ranks(3, accumulate, name)
+
+
+def count_bytes(rank, world_size, name):
+    """Payload of each pass: three inside, and one outside."""
+    pair = make_pair(rank, world_size, name)
+    pair.step(0)
+    sent = []
+    pair.run.flush()
+    pair.optimizer.zero_grad()
+    for index in range(4):
+        before = pair.run.group.bytes_sent
+        (all_inside if index < 3 else whole)(pair, 1 + index)
+        if index < 3:
+            pair.run.flush()
+        else:
+            pair.optimizer.step()
+            pair.run.flush()
+        sent.append(pair.run.group.bytes_sent - before)
+    pair.run.detach()
+    return sent
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_nothing_is_sent_meanwhile(name):
+    for sent in run_ranks(2, count_bytes, name):
+        assert sent[:3] == [0, 0, 0]
+        assert sent[3] > 0
