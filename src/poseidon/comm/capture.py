@@ -62,6 +62,27 @@ class Additions:
         self.missing = set(range(len(self._seen)))
 
 
+class Accumulated:
+    """Something that was added up beside `p.grad`, in which it is to be forgotten when the loop zeroes gradients.
+
+    A gradient of zeros stands for it there, so that `zero_grad` finds something: it is gone then, or written to.
+    """
+
+    def __init__(self, parameter: nn.Parameter, zeros: Callable[[], torch.Tensor]) -> None:
+        self._parameter = parameter
+        if parameter.grad is None:
+            parameter.grad = zeros()
+        self._gradient = parameter.grad
+        self._version = self._gradient._version
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether the gradients have been zeroed since."""
+        if self._parameter.grad is not self._gradient:
+            return True
+        return self._gradient._version != self._version and not bool(self._gradient.to_dense().any())
+
+
 LATE_ADDITION = (
     "this happens when a part of the model runs a varying number of times under reentrant checkpointing: "
     "pass use_reentrant=False to torch.utils.checkpoint"
@@ -76,8 +97,10 @@ class ReplacedForward:
     look into the function: it does more than compute, and does it anew at every call.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], owner: object = None) -> None:
         self._module = module
+        self.owner = owner
+        """Whose forward it is."""
         self._forward = torch.compiler.disable(forward)
         self._had = module.__dict__.get("forward")
         module.__dict__["forward"] = self

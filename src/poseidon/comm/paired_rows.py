@@ -14,15 +14,17 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import nn
 
-from poseidon.comm.capture import LATE_ADDITION, graph_is_kept, inside_backward
+from poseidon.comm.capture import LATE_ADDITION, Accumulated, graph_is_kept, inside_backward
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import Exchange, StepState, Transfer, Wire, wire_dtype
 from poseidon.comm.two_level import Routes
-from poseidon.errors import CommError
+from poseidon.errors import CommError, InfeasibleError
+from poseidon.profile.hook import has_gradient_hooks
 
 HEADER_BYTES = 64
 _HEADER_NUMBERS = HEADER_BYTES // 8
@@ -207,6 +209,8 @@ class PairedRowsExchange(Exchange):
         self._arrived: list[Call] = []
         self._stash: list[tuple[torch.Tensor, torch.Tensor, float]] = []
         """Pairs from backward passes inside `no_sync`, and the items that each pass was a mean over."""
+        self._accumulated: Accumulated | None = None
+        """Stands for the stash in `p.grad`."""
         self._stash_sent = 0
         self._resent: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self._repaired: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -214,6 +218,7 @@ class PairedRowsExchange(Exchange):
         self._index = 0
         """Of the exchange whose parts are under way."""
         self._grow_to = 0
+        self._is_detached = False
 
     @abstractmethod
     def combine(self, firsts: list[torch.Tensor], seconds: list[torch.Tensor]) -> None:
@@ -222,7 +227,19 @@ class PairedRowsExchange(Exchange):
         Called if backward came by the layer on any rank; even then there may be no rows at all.
         """
 
+    @abstractmethod
+    def zeros(self) -> torch.Tensor:
+        """A gradient of zeros for the first parameter."""
+
     # What the training thread tells
+
+    def check_hooks(self) -> None:
+        """Raises InfeasibleError where somebody waits for a gradient that no rank computes alone."""
+        if any(has_gradient_hooks(parameter) for parameter in self.parameters):
+            raise InfeasibleError(
+                f"layer {self.name!r} has got gradient hooks, which would not be called: its gradient is never computed "
+                "on one rank alone; register them before distribute(), or choose all_reduce for this layer"
+            )
 
     def called(self, first: torch.Tensor) -> Call:
         """Notes a forward call whose output needs a gradient; `first` has shape `(rows, width)`."""
@@ -249,6 +266,8 @@ class PairedRowsExchange(Exchange):
         self.step.on_backward()
         call.second, call.spent = second, not graph_is_kept()
         if not self.step.syncing:
+            if not self._stash:
+                self._accumulated = Accumulated(self.parameters[0], self.zeros)
             first = call.first.clone() if call.serial in self._sent_serials else call.first
             self._stash.append((first, second, self.step.weighing.unit))
             return
@@ -263,6 +282,25 @@ class PairedRowsExchange(Exchange):
         if self._is_complete():
             self._send_second()
 
+    def begin_backward(self) -> None:
+        """What was accumulated and then zeroed is not sent."""
+        if self._accumulated is not None and self._accumulated.is_forgotten:
+            self._stash.clear()
+            self._accumulated = None
+
+    def successor(self, module: nn.Module) -> Self | None:
+        """Once this exchange is detached: the one of its kind that has taken its place at the layer, if there is one.
+
+        Backward may still come by calls of before: the plan can change between two forward passes and their backwards.
+        """
+        owner = getattr(module.__dict__.get("forward"), "owner", None)
+        return owner if self._is_detached and type(owner) is type(self) else None
+
+    def inherited(self, call: Call, second: torch.Tensor) -> None:
+        """Notes that backward came by a call of the exchange that had this place before."""
+        self._serial += 1
+        self.returned(Call(self._serial, call.first), second)
+
     def _is_complete(self) -> bool:
         arrived = {call.serial for call in self._arrived}
         if not self._learned or not self._first.ready.is_set() or arrived != set(self._sent_serials):
@@ -272,6 +310,7 @@ class PairedRowsExchange(Exchange):
 
     def flush(self) -> None:
         """What did not come as expected is sent as it is, or marked to be sent once more."""
+        self.begin_backward()
         if not self._first.ready.is_set():
             self._send_first(self._arrived)
         if not self._second.ready.is_set():
@@ -300,7 +339,7 @@ class PairedRowsExchange(Exchange):
     def _send_second(self) -> None:
         arrived = {c.serial: c for c in self._arrived}
         as_sent = set(arrived) <= set(self._sent_serials) and self._stash_sent == len(self._stash)
-        if as_sent:
+        if as_sent or not (arrived or self._stash):
             self._send_second_as_announced(arrived)
         else:
             calls = sorted(self._arrived, key=lambda c: c.serial)
@@ -438,12 +477,17 @@ class PairedRowsExchange(Exchange):
         self._sent, self._sent_serials, self._sent_rows = [], [], []
         for call in self._arrived:
             call.second = None  # the graph may live on and would keep it
-        self._arrived, self._stash, self._stash_sent = [], [], 0
+        self._arrived, self._stash, self._stash_sent, self._accumulated = [], [], 0, None
         self._resent, self._repaired = None, {}
         if self._grow_to:
             for part in self._parts:
                 part.grow(self._grow_to)
             self._grow_to = 0
+
+    def detach(self) -> None:
+        """Calls of before may still be come by."""
+        super().detach()
+        self._is_detached = True
 
     def end_unsynced(self) -> None:
         """At the end of a backward pass inside `no_sync`: its calls are in the stash."""

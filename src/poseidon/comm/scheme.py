@@ -329,6 +329,9 @@ class Exchange(ABC):
     made: Sequence[float] = ()
     """On how many ranks each parameter's gradient was made in the last exchange; the same on every rank."""
 
+    def begin_backward(self) -> None:  # noqa: B027 - most schemes have nothing to do here
+        """A backward pass begins: what the loop has done to the gradients since the last one shows now."""
+
     @abstractmethod
     def flush(self) -> None:
         """At the end of backward: fills what is missing with empty parts and makes every transfer ready."""

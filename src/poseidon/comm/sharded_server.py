@@ -24,7 +24,7 @@ from poseidon.cluster.rates import Rates
 from poseidon.comm.alarm import Alarm, is_finite
 from poseidon.comm.all_reduce import COPY_TRAFFIC
 from poseidon.comm.bucket import pieces, stretches
-from poseidon.comm.capture import LATE_ADDITION, Additions, on_gradient
+from poseidon.comm.capture import LATE_ADDITION, Accumulated, Additions, on_gradient
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import (
     BoundLayer,
@@ -86,7 +86,7 @@ class ShardedServer(CommScheme):
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
         """Half of the bytes when the gradient is ready, half when the optimizer has run on a stretch; copies between.
 
-        The whole gradient is laid out once, and looked through. Of the own stretch each rank's part is added as it comes.
+        The whole gradient is laid out and looked through once. Of the own stretch each rank's part is added as it comes.
         """
         world_size = rates.world_size
         half = layer.num_bytes * (world_size - 1) / world_size
@@ -195,8 +195,19 @@ class ServerExchange(Exchange):
             shard.take(self._weighing.own)
         self._transfer.mark_ready(self._parameters[0].device)
 
+    def begin_backward(self) -> None:
+        """What was accumulated on this rank and then zeroed by the optimizer, which does not know it, is forgotten."""
+        for shard in self._shards:
+            shard.forget_zeroed()
+
+    def end_unsynced(self) -> None:
+        """What has accumulated on this rank lies in the whole parameters' `p.grad`."""
+        for shard in self._shards:
+            shard.note_accumulated()
+
     def flush(self) -> None:
         """What backward did not reach counts as zero."""
+        self.begin_backward()
         if not self._transfer.ready.is_set():
             self._take()
 
@@ -275,6 +286,8 @@ class Shard:
         start, end = self._stretches[group.rank]
         self._own = [nn.Parameter(p.detach().view(-1)[a:b]) for p, a, b in _intersections(parameters, start, end)]
         """Of each parameter the part inside the own stretch, perhaps empty; it shares the parameter's memory."""
+        self._accumulated: dict[int, Accumulated] = {}
+        """By a parameter's number: stands for what has accumulated on this rank in the gradient of its own stretch."""
         self._hook = optimizer.register_step_post_hook(self._note_step)
         self._stepped = True
         self.show_whole(False)
@@ -310,6 +323,18 @@ class Shard:
         for group in self._optimizer.param_groups:
             group["params"] = [replacements.get(p, p) for p in group["params"]]
 
+    def note_accumulated(self) -> None:
+        """A backward pass has added to gradients of this rank that are not exchanged yet."""
+        for index, (whole, own) in enumerate(zip(self.parameters, self._own, strict=True)):
+            if whole.grad is not None and index not in self._accumulated:
+                self._accumulated[index] = Accumulated(own, lambda own=own: torch.zeros_like(own))  # type: ignore[misc]
+
+    def forget_zeroed(self) -> None:
+        """What has been zeroed since it was noted."""
+        for index in [index for index, noted in self._accumulated.items() if noted.is_forgotten]:
+            del self._accumulated[index]
+            self.parameters[index].grad = None
+
     def take(self, scale: float) -> None:
         """Lays this rank's gradients, scaled to their share of the mean, end to end, and frees them."""
         offset = 0
@@ -324,6 +349,7 @@ class Shard:
         self._facts[-1] = is_finite(self._flat).logical_not()
         for parameter in self.parameters:
             parameter.grad = None
+        self._accumulated.clear()
 
     def push(self, tag: int, what: str) -> Pending:
         """Starts to send each owner its pieces of this rank's gradient, and to receive the first of the own stretch.

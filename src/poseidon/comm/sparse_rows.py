@@ -8,17 +8,20 @@ idea that sparse variables want another way than dense ones.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 
 from poseidon.cluster.rates import Rates
-from poseidon.comm.capture import ReplacedForward
+from poseidon.comm.capture import ReplacedForward, accumulates
 from poseidon.comm.group import Group
 from poseidon.comm.paired_rows import Call, PairedRowsExchange
 from poseidon.comm.scheme import BoundLayer, CommScheme, Cost, Exchange, Message, StepState
+from poseidon.errors import CommError
 from poseidon.profile.graph import GradientStructure, LayerSpec
 
 INDEX_BYTES = 8
@@ -63,6 +66,21 @@ class SparseRows(CommScheme):
         return [SparseRowsExchange(layer, group, step) for layer in layers]
 
 
+class _Weight(torch.autograd.Function):
+    """An embedding's weight as lookups see it, whose sparse gradient comes to the exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, exchange: "SparseRowsExchange", call: Call) -> torch.Tensor:
+        ctx.exchange, ctx.call = exchange, call
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ((anchor, _),) = ctx.next_functions
+        return ctx.exchange.passed(ctx.call, gradient, anchor), None, None
+
+
 class SparseRowsExchange(PairedRowsExchange):
     """Touched rows of one embedding."""
 
@@ -84,7 +102,7 @@ class SparseRowsExchange(PairedRowsExchange):
         self._buffer: torch.Tensor | None = None
         self._touched = torch.empty(0, dtype=torch.int64, device=module.weight.device)
         forward = self._forward_bag if isinstance(module, nn.EmbeddingBag) else self._forward
-        self.handles.append(ReplacedForward(module, forward))
+        self.handles.append(ReplacedForward(module, forward, self))
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         module = self._module
@@ -114,17 +132,39 @@ class SparseRowsExchange(PairedRowsExchange):
         """The weight, or where a gradient is wanted a stand-in for it whose sparse gradient comes to us."""
         if not torch.is_grad_enabled() or not self._weight.requires_grad:
             return self._weight
+        self.check_hooks()
         rows = torch.unique(indices.detach().to(torch.int64))
-        call = self.called(rows.view(-1, 1))
-        stand_in = self._weight.detach().requires_grad_()
+        seen: torch.Tensor = _Weight.apply(self._weight, self, self.called(rows.view(-1, 1)))
+        return seen
 
-        def take(leaf: torch.Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            assert gradient is not None
+    def passed(self, call: Call, gradient: torch.Tensor, anchor: Node) -> torch.Tensor | None:
+        """Told by autograd, with the node that would accumulate the weight's gradient.
+
+        Returns:
+            What it is to accumulate: nothing, unless the layer is on another scheme by now, or on none.
+        """
+        try:
+            wanted = accumulates(anchor)
+        except CommError as error:
+            raise CommError(
+                f"rank {self.group.rank}: {error} of {self.name}, which sparse_rows never computes on one rank; "
+                "use backward(), or choose all_reduce for this layer"
+            ) from error
+        if wanted and not self._is_detached:
             self.returned(call, self._by_row(call, gradient))
+        elif wanted and (successor := self.successor(self._module)) is not None:
+            successor.inherited(call, self._by_row(call, gradient))
+        elif wanted:
+            return gradient if self._module.sparse else gradient.to_dense()
+        return None
 
-        stand_in.register_post_accumulate_grad_hook(take)
-        return stand_in
+    def zeros(self) -> torch.Tensor:
+        """No rows, or where the rows will be added up."""
+        if self._module.sparse:
+            return torch.zeros_like(self._weight, layout=torch.sparse_coo)
+        self._buffer = torch.zeros_like(self._weight, memory_format=torch.contiguous_format)
+        self._touched = self._touched[:0]
+        return self._buffer
 
     def _by_row(self, call: Call, gradient: torch.Tensor) -> torch.Tensor:
         """The sparse gradient summed into one row for each of the call's row numbers; untouched padding stays zero."""

@@ -166,7 +166,7 @@ class _Linear(torch.autograd.Function):
         call: Call,
         *anchors: nn.Parameter,
     ) -> torch.Tensor:
-        ctx.num_anchors = len(anchors)  # they only make the output require a gradient
+        ctx.num_anchors = len(anchors)  # they make the output require a gradient
         ctx.math, ctx.exchange, ctx.call = math, exchange, call
         ctx.save_for_backward(weight)
         return math.output(x, weight, bias)
@@ -175,9 +175,11 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        ctx.exchange.passed(ctx.call, gradient, [node for node, _ in ctx.next_functions[-ctx.num_anchors :]])
+        anchors = [node for node, _ in ctx.next_functions[-ctx.num_anchors :]]
+        gradients = ctx.exchange.passed(ctx.call, gradient, anchors)
         input_gradient = ctx.math.input_gradient(gradient, weight) if ctx.needs_input_grad[0] else None
-        return (input_gradient, *[None] * (len(ctx.needs_input_grad) - 1))
+        others = len(ctx.needs_input_grad) - 1 - ctx.num_anchors
+        return (input_gradient, *[None] * others, *gradients)
 
 
 class FactorExchange(PairedRowsExchange):
@@ -200,17 +202,21 @@ class FactorExchange(PairedRowsExchange):
             wire=wire,
         )
         bias = getattr(layer.module, "bias", None)
+        self._module = layer.module
         self._weight = weight
         self._bias = bias if isinstance(bias, nn.Parameter) else None
         self._anchors = list(layer.parameters.values())
         self._math: FactorMath = getattr(layer.module, "factor_math", LinearMath())
         self._buffer: torch.Tensor | None = None
-        self.handles.append(ReplacedForward(layer.module, self._forward))
+        self._trained: frozenset[nn.Parameter] = frozenset()
+        """Those that were not frozen when backward ended; the loop may freeze them before the gradient is rebuilt."""
+        self.handles.append(ReplacedForward(layer.module, self._forward, self))
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         x = input
         if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in self._anchors):
             return self._math.output(x, self._weight, self._bias)
+        self.check_hooks()
         weight = self._weight.detach()
         bias = None if self._bias is None else self._bias.detach()
         device_type = x.device.type
@@ -224,8 +230,14 @@ class FactorExchange(PairedRowsExchange):
             output: torch.Tensor = _Linear.apply(rows, weight, bias, self._math, self, call, *self._anchors)
         return output if x.dim() == 2 else output.reshape(*x.shape[:-1], output.shape[-1])
 
-    def passed(self, call: Call, gradient: torch.Tensor, anchors: Sequence[Node | None]) -> None:
-        """Told by autograd, with the nodes that would accumulate the gradients of this layer's parameters."""
+    def passed(
+        self, call: Call, gradient: torch.Tensor, anchors: Sequence[Node | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """Told by autograd, with the nodes that would accumulate the gradients of this layer's parameters.
+
+        Returns:
+            What they are to accumulate: nothing, unless the layer is on another scheme by now, or on none.
+        """
         try:
             wanted = any(accumulates(node) for node in anchors if node is not None)
         except CommError as error:
@@ -233,18 +245,44 @@ class FactorExchange(PairedRowsExchange):
                 f"rank {self.group.rank}: {error} of {self.name}, which sufficient_factor never computes on one rank; "
                 "use backward(), or choose all_reduce for this layer"
             ) from error
-        if wanted:
+        if wanted and not self._is_detached:
             self.returned(call, gradient)
+        elif wanted and (successor := self.successor(self._module)) is not None:
+            successor.inherited(call, gradient)
+        elif wanted:
+            return [self._own_gradient(parameter, call.first, gradient) for parameter in self._anchors]
+        return [None] * len(self._anchors)
+
+    def _own_gradient(
+        self, parameter: nn.Parameter, inputs: torch.Tensor, outputs: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Of this rank alone."""
+        if not parameter.requires_grad:
+            return None
+        gradient = outputs.sum(0) if parameter is self._bias else self._math.rebuild(outputs, inputs, None, False)
+        return gradient.to(parameter.dtype)
+
+    def zeros(self) -> torch.Tensor:
+        """Where the gradient will be rebuilt, for a weight; a bias comes first where the weight is frozen."""
+        if self.parameters[0] is not self._weight:
+            return torch.zeros_like(self.parameters[0])
+        self._buffer = torch.zeros_like(self._weight) if self._buffer is None else self._buffer.zero_()
+        return self._buffer
+
+    def flush(self) -> None:
+        """Also notes what is trained in this step."""
+        self._trained = frozenset(parameter for parameter in self._anchors if parameter.requires_grad)
+        super().flush()
 
     def combine(self, firsts: list[torch.Tensor], seconds: list[torch.Tensor]) -> None:
         """The mean over ranks of the weight's and the bias's gradient, each computed once."""
         with self.step.working("rebuild", self.name):
             dtype = self._weight.dtype
             outputs = self.weighted(seconds, dtype)
-            if self._weight.requires_grad:
+            if self._weight in self._trained:
                 inputs = torch.cat([rows.to(dtype) for rows in firsts])
                 self._rebuild_weight(outputs, inputs)
-            if self._bias is not None and self._bias.requires_grad:
+            if self._bias is not None and self._bias in self._trained:
                 total = outputs.sum(0)
                 self._bias.grad = total if self._bias.grad is None else self._bias.grad.add_(total)
 

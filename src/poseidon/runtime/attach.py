@@ -639,6 +639,8 @@ class Run:
 
     def _on_backward_start(self) -> None:
         self.flush()
+        for exchange in self._exchanges:
+            exchange.begin_backward()
         self._check_not_too_late()
         self._compare_if_due()
         if (factor := self._counting.begin_pass()) != 1.0:

@@ -128,7 +128,7 @@ class PassHooks:
     def backward_is_under_way(self) -> None:
         """Told by whatever notices first."""
         self._check_broken()
-        if self._end is not None:
+        if self._end is not None or not self._handles:  # graphs of before the hooks were removed may live on
             return
         end = _PassEnd(self._finish)
         self._end = weakref.ref(end)
