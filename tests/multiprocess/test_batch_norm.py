@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks import run_ranks
-from support.steps import assert_on_all_ranks, assert_same, plan_for, rows, seeded
 from torch import nn
 
 from poseidon.comm import SCHEMES
@@ -17,6 +15,8 @@ from poseidon.comm.group import Group
 from poseidon.errors import CommError
 from poseidon.runtime.attach import Run, attach
 from poseidon.runtime.options import RunOptions
+from support.ranks import run_ranks
+from support.steps import assert_on_all_ranks, assert_same, plan_for, rows, seeded
 
 pytestmark = pytest.mark.multiprocess
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
-from support.steps import digest, plan_for, rows
 from torch import nn
 
 from poseidon.comm.group import Group
@@ -15,6 +13,8 @@ from poseidon.errors import CommError, InfeasibleError
 from poseidon.plan import Plan
 from poseidon.runtime.attach import Run, attach
 from poseidon.runtime.options import RunOptions
+from support.ranks import run_ranks
+from support.steps import digest, plan_for, rows
 
 pytestmark = pytest.mark.multiprocess
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.ranks import run_ranks
-from support.steps import assert_on_all_ranks, assert_same, plan_for, rows, seeded
+from examples.gan import main as train_gan
 from torch import nn
 
 from poseidon.comm import SCHEMES
@@ -17,6 +16,8 @@ from poseidon.comm.group import Group
 from poseidon.errors import InfeasibleError
 from poseidon.runtime.attach import Run, attach
 from poseidon.runtime.options import RunOptions
+from support.ranks import run_ranks
+from support.steps import assert_on_all_ranks, assert_same, plan_for, rows, seeded
 
 pytestmark = pytest.mark.multiprocess
 
@@ -208,9 +209,8 @@ def both_ways_round(rank: int, world_size: int) -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     optimizers_alone = [torch.optim.SGD(model.parameters(), lr=0.1) for model in alone]
     group = Group.of_default()
-    plan = plan_for(
-        copy.deepcopy(models[0]), world_size, SCHEMES["sufficient_factor"](), lambda: models[0](rows(0, 0, 3, 4), (0, 1, 2))
-    )
+    sample, scheme = copy.deepcopy(models[0]), SCHEMES["sufficient_factor"]()
+    plan = plan_for(sample, world_size, scheme, lambda: sample(rows(0, 0, 3, 4), (0, 1, 2)))
     runs = [attach(model, optimizer, plan, group) for model, optimizer in zip(models, optimizers, strict=True)]
 
     def losses(models: Sequence[nn.Module], rank: int, step: int) -> torch.Tensor:
@@ -301,3 +301,15 @@ def share(rank: int, world_size: int) -> None:
 
 def test_a_further_run_gets_connections_of_its_own() -> None:
     run_ranks(2, share)
+
+
+def example(rank: int, world_size: int) -> float:
+    del rank, world_size
+    return train_gan(num_steps=12)
+
+
+@pytest.mark.slow
+def test_each_run_finds_its_plan_while_the_other_trains() -> None:
+    first, second = run_ranks(2, example, init=False)
+    assert 0.0 <= first <= 1.0
+    assert first != second, "each rank judges by its own noise"
