@@ -90,7 +90,8 @@ def distribute(
     run = attach(model, optimizer, plain.model_copy(update={"wait_free": False}), group, options)
 
     def choose(profile: ModelProfile, rates: Rates, arrival: Sequence[str], sparse: Sequence[str]) -> Plan:
-        return search_plan(profile, rates, arrival=arrival, sparse=sparse, allow=allow)
+        portions = {"portions": run.plan.portions} if run.plan.portions else {}
+        return search_plan(profile, rates, arrival=arrival, sparse=sparse, allow=allow, overrides=portions)
 
     Adoption(run, watch, choose, _balance_of(run))
     return run

@@ -6,6 +6,7 @@ from poseidon.cluster.rates import HostRates
 from poseidon.errors import InfeasibleError
 from poseidon.plan import Plan, uniform_plan
 from poseidon.planner.explain import explain
+from poseidon.planner.search import search_plan
 from poseidon.planner.shares import describe_shares, propose_shares, shares_by_speed, with_shares
 from poseidon.simulator import simulate
 from support.models_as_data import dense, model, rates
@@ -96,3 +97,13 @@ def test_a_plan_keeps_its_shares_in_a_file(tmp_path):
 def test_portions_that_do_not_fit_the_ranks_are_refused(portions):
     with pytest.raises(ValueError, match="portions"):
         Plan.model_validate({**dict(uniform_plan(NET, 2)), "portions": portions})
+
+
+def test_a_plan_is_searched_for_the_shares_that_are_fixed():
+    profile = model([dense("a", 10 * MB, forward=0.1, backward=0.2)], optimizer=0.01)
+    hosts = rates(2, hosts=[HostRates(name="fast"), HostRates(name="slow", compute_scale=3.0)])
+    plan = search_plan(profile, hosts, overrides={"portions": (48.0, 16.0)})
+    assert plan.portions == (48.0, 16.0)
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds == pytest.approx(0.3 * 1.5 + 0.03 + 0.1, rel=0.1)
+    assert plan.predicted.lower_bound_seconds <= plan.predicted.step_seconds

@@ -15,9 +15,11 @@ from poseidon.errors import ConfigError
 from poseidon.planner.explain import bottleneck_table, explain, layer_table, scaling_table, what_ifs
 from poseidon.planner.hosts import Scaling, compare_hosts, recommend, recommendation
 from poseidon.planner.search import memory_limit, search_plan
+from poseidon.planner.shares import propose_shares
 from poseidon.profile.graph import ModelProfile
 from poseidon.profile.measure import NUM_PASSES
 from poseidon.report.speedup import check_plot, draw_speedups
+from poseidon.runtime.options import Shares
 from poseidon.tasks import load_task
 from poseidon.units import format_bandwidth, parse_bandwidth
 
@@ -46,6 +48,9 @@ def plan(
     allow: Annotated[
         str, typer.Option(help="How far the mathematics may bend: exact, rounded, compressed or relaxed.")
     ] = "exact",
+    shares: Annotated[
+        Shares, typer.Option(help="speed gives the plan more samples for ranks that compute faster.")
+    ] = "equal",
     given: Annotated[
         list[str] | None,
         typer.Option("--set", help="A field that is not up for choice, such as layers.fc6.scheme=all_reduce."),
@@ -77,7 +82,10 @@ def plan(
         for profile in profiles
         for scaling in compare_hosts(profile, spec, hosts=counts, links=rates or [None], effort=effort, **search)
     ]
-    chosen, scalings = _in_full(_chosen(scalings, counts), scalings, spec, search)
+    chosen = _chosen(scalings, counts)
+    if shares == "speed" and (proposed := propose_shares(chosen.plan.profile, chosen.plan, chosen.rates)):
+        search["overrides"] = {**overrides, "portions": proposed.samples}
+    chosen, scalings = _in_full(chosen, scalings, spec, search)
     _show(console, scalings, chosen)
     if out is not None:
         chosen.plan.save(out)

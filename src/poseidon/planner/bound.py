@@ -19,19 +19,24 @@ def lower_bound(space: Space) -> float:
 
 def _computing(space: Space) -> float:
     profile, rates = space.profile, space.rates
-    slowest = max(host.compute_scale for host in rates.hosts)
-    everywhere = sum(layer.forward_seconds + layer.backward_seconds for layer in profile.layers)
+    passes = sum(layer.forward_seconds + layer.backward_seconds for layer in profile.layers)
+    scales = [host.compute_scale for host in rates.hosts for _ in range(host.num_ranks)]
+    slowest = max(
+        scale * (load * passes + profile.optimizer_seconds)
+        for scale, load in zip(scales, space.plain.loads, strict=True)
+    )
     by_scheme = sum(
-        min(_computing_of(scheme, layer, rates) for scheme in space.candidates[layer.name])
+        min(_computing_of(scheme, layer, rates, min(space.plain.loads)) for scheme in space.candidates[layer.name])
         for layer in profile.trainable
     )
-    return profile.loader_seconds + slowest * (everywhere + profile.optimizer_seconds) + by_scheme
+    return profile.loader_seconds + slowest + by_scheme
 
 
-def _computing_of(scheme: CommScheme, layer: LayerSpec, rates: Rates) -> float:
-    """Without copies into buffers, which may go on beside a device."""
+def _computing_of(scheme: CommScheme, layer: LayerSpec, rates: Rates, load: float) -> float:
+    """Without copies into buffers, which may go on beside a device; on a rank with the least samples."""
     cost = scheme.cost(layer, rates)
     gradient = cost.backward_seconds if rates.world_size > 1 else local_gradient_seconds(layer, rates)
+    gradient *= load
     if not layer.weight_gradient_seconds:  # counted, not measured: the same on a host that computes faster
         gradient *= min(1.0, *(host.compute_scale for host in rates.hosts))
     return gradient + (cost.finish_seconds if rates.world_size > 1 else 0.0)

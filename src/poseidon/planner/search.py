@@ -64,7 +64,7 @@ def search_plan(
         sparse: Layers whose gradients autograd makes sparse, where the profile does not say so; only `sparse_rows`
             carries these.
         overrides: What is not up for choice: `layers.NAME.scheme`, `layers.NAME.FIELD`, `connections`, `wait_free`,
-            `deferred`, `order`, `buckets`.
+            `deferred`, `order`, `buckets`, `portions`.
         memory_num_bytes: What a rank may use; the smallest device of a cluster if left out.
         effort: How much is simulated, as a multiple of what takes some seconds; less where many plans are compared.
 

@@ -28,7 +28,7 @@ EXACTNESS = ("exact", "rounded", "compressed", "relaxed")
 """How far the mathematics may bend, from not at all; each allows those before it too."""
 SEARCHED_WIRE = "bfloat16"
 """The precision on the wire that is tried where rounding is allowed: as short as float16, and nothing overflows."""
-PLAN_FIELDS = ("connections", "wait_free", "deferred", "order", "buckets")
+PLAN_FIELDS = ("connections", "wait_free", "deferred", "order", "buckets", "portions")
 """What of a plan can be fixed, beside its layers' schemes."""
 
 Schemes = dict[str, CommScheme]

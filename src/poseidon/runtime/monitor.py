@@ -107,6 +107,7 @@ class Monitor:
         """Has the loaders of all ranks deal samples in another way."""
         self._run.flush()
         portions = self._run.dealing.change(change.samples)
+        self._run.plan = self._run.plan.model_copy(update={"portions": portions, "predicted": None})
         samples = ", ".join(
             f"{host} {sum(round(portions[rank]) for rank in ranks)}" for host, ranks in self._hosts.items()
         )
