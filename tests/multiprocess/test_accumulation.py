@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from poseidon.breakdown import StepParts
 from poseidon.comm import SCHEMES
 from poseidon.comm.group import Group
-from poseidon.plan import uniform_plan
+from poseidon.plan import PredictedStep, uniform_plan
 from poseidon.profile.structure import StepWatch, profile_structure
+from poseidon.runtime.adoption import Adoption
 from poseidon.runtime.attach import attach
 from poseidon.runtime.observation import Observation
 from support.ranks import run_ranks
@@ -16,6 +18,7 @@ from support.steps import Pair, rows
 pytestmark = pytest.mark.multiprocess
 
 PASSES = 4
+PREDICTED = PredictedStep(step_seconds=1.0, parts=StepParts(), samples_per_s=1.0)
 
 
 def make_net():
@@ -175,3 +178,63 @@ def test_nothing_is_sent_meanwhile(name):
     for sent in run_ranks(2, count_bytes, name):
         assert sent[:3] == [0, 0, 0]
         assert sent[3] > 0
+
+
+# A loop that accumulates more later on
+
+
+def raise_accumulation(rank, world_size):
+    """Two passes at first, eight later: the plan that was made for two is left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = StepWatch(model)
+    run = attach(model, optimizer, uniform_plan(profile_structure(model), world_size), Group.of_default())
+    asked = []
+
+    def choose(profile, rates, arrival, sparse):
+        asked.append((profile.accumulate, profile.batch_size, profile.trainable[0].rows))
+        scheme = SCHEMES["sufficient_factor" if profile.accumulate < 4 else "all_reduce"]()
+        plan = uniform_plan(profile, rates.world_size, scheme, arrival=tuple(arrival))
+        return plan.model_copy(update={"predicted": PREDICTED})
+
+    Adoption(run, watch, choose)
+    index = 0
+
+    def step(num_passes):
+        nonlocal index
+        optimizer.zero_grad()
+        with run.no_sync():
+            for _ in range(num_passes - 1):
+                model(rows(rank, index, 5, 40)).square().mean().backward()
+                index += 1
+        model(rows(rank, index, 5, 40)).square().mean().backward()
+        index += 1
+        optimizer.step()
+
+    def until(done, num_passes):
+        for _ in range(80):
+            step(num_passes)
+            if done():
+                return
+        raise AssertionError("not within 80 steps")
+
+    until(lambda: run.settled, 2)
+    if run.plan.is_plain:  # the trial may have dropped the plan
+        run.adopt(uniform_plan(run.plan.profile, world_size, SCHEMES["sufficient_factor"]()).model_copy(
+            update={"predicted": PREDICTED}
+        ))  # fmt: skip
+    until(lambda: any(event["kind"] == "grown" for event in run.events), 8)
+    until(lambda: run.settled, 8)
+    run.check_replicas()
+    events = [event["text"] for event in run.events if event["kind"] == "grown"]
+    run.detach()
+    return asked, events
+
+
+def test_a_plan_is_looked_for_anew_when_the_loop_accumulates_more():
+    results = run_ranks(2, raise_accumulation)
+    asked = results[0][0]  # on a busy machine in between, too
+    assert (asked[0], asked[-1]) == ((2, 10, 10), (8, 40, 40))
+    for _, events in results:
+        assert events == ["8 backward passes to an exchange, where the plan was made for 2"]

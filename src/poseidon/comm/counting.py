@@ -68,6 +68,11 @@ class Counting:
         """Backward passes on this rank since the last exchange."""
         return self._passes
 
+    @property
+    def most_passes(self) -> int:
+        """Backward passes to the last exchange, of the rank that made most."""
+        return int(max((row[3] for row in self._rows), default=0.0))
+
     # What the loop tells
 
     def tell(self, num_items: float) -> None:

@@ -444,6 +444,7 @@ class PairedRowsExchange(Exchange):
             reached += header.reached
             firsts.append(first)
             seconds.append(second)
+        self.num_rows = max(part.shape[0] for part in seconds)
         self.made = [float(reached)] * len(self.parameters)
         if reached:
             self.combine(firsts, seconds)

@@ -326,6 +326,8 @@ class Exchange(ABC):
     handles: list[Removable] = field(default_factory=list)
     tag: int = 0
     """First of `TAGS_PER_EXCHANGE` message tags that only this exchange uses; the same on every rank."""
+    num_rows: int = 0
+    """Where rows travel: those of the rank that had most in the last exchange; the same on every rank."""
     made: Sequence[float] = ()
     """On how many ranks each parameter's gradient was made in the last exchange; the same on every rank."""
 

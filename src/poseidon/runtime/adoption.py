@@ -10,6 +10,7 @@ as any other.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import torch
 
@@ -135,7 +136,7 @@ class Adoption:
         self._run.recorder.restart()
         self._run.settled = True
         if self._monitor is None:
-            self._monitor = Monitor(self._run, self._replan, self._balance)
+            self._monitor = Monitor(self._run, self._replan, self._balance, self._replan_grown)
         else:
             self._monitor.restart()
 
@@ -144,6 +145,21 @@ class Adoption:
         profile, scales = self._observed
         growth = [ratio if _has_changed(ratio) else 1.0 for ratio in departure.compute_growth()]
         self._observed = Observed(profile, [scale * more for scale, more in zip(scales, growth, strict=True)])
+        self._look_for_another()
+
+    def _replan_grown(self) -> None:
+        """The loop makes other passes, or larger ones: an estimate from what was observed."""
+        assert self._observed is not None
+        profile = self._observed.profile.accumulated(max(1, self._run.num_passes))
+        rows, layers = self._run.rows_by_layer, {layer.name: layer for layer in profile.trainable}
+        ratio = median([count / layers[name].rows for name, count in rows.items() if layers[name].rows] or [1.0])
+        if _has_changed(ratio):
+            profile = profile.scaled_to_batch(max(1, round(ratio * profile.batch_size)))
+        self._observed = self._observed._replace(profile=profile)
+        self._look_for_another()
+
+    def _look_for_another(self) -> None:
+        """The plan for what is known now; it has to win against the present one."""
         present = self._run.plan.model_copy(update={"predicted": None})
         plan = self._make_plan()
         if _goes_like(plan, present):

@@ -470,6 +470,16 @@ class Run:
         return {exchange.name: exchange.layers for exchange in self._exchanges}
 
     @property
+    def num_passes(self) -> int:
+        """Backward passes to the last exchange, of the rank that made most."""
+        return self._counting.most_passes
+
+    @property
+    def rows_by_layer(self) -> dict[str, int]:
+        """Of each layer that travels as rows, those of the rank that had most in its last exchange that has ended."""
+        return {name: one.num_rows for one in self._exchanges for name in one.layers if one.num_rows}
+
+    @property
     def prediction(self) -> PredictedStep | None:
         """What the planner expects of a step under the present plan; None where it was not asked."""
         return self.plan.predicted

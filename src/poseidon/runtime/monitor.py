@@ -18,6 +18,7 @@ from poseidon.runtime.attach import Run
 from poseidon.runtime.balance import Balance, Change
 from poseidon.runtime.blame import blame_links, blame_ranks
 from poseidon.runtime.departure import Departure, DepartureWatch, Reading, step_seconds
+from poseidon.runtime.growth import GrowthWatch
 from poseidon.runtime.surroundings import find_hosts
 from poseidon.timeline import Step
 from poseidon.units import format_seconds
@@ -39,6 +40,8 @@ class Monitor:
         on_departure: Called on all ranks together when steps have departed from what was expected, after it was said;
             may bring the run under another plan, and has then to call `restart`.
         balance: Which decides on the samples of each rank; None leaves them as they are.
+        on_growth: Called on all ranks together when the loop makes so many more passes to an exchange, or has so many
+            more rows, that the plan is no longer for it; may do as `on_departure`.
     """
 
     def __init__(
@@ -46,8 +49,11 @@ class Monitor:
         run: Run,
         on_departure: Callable[[Departure], None] = lambda departure: None,
         balance: Balance | None = None,
+        on_growth: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
+        self._on_growth = on_growth
+        self._growth = GrowthWatch()
         self._on_departure = on_departure
         self._watch = DepartureWatch()
         self._balance = balance
@@ -62,6 +68,7 @@ class Monitor:
     def restart(self) -> None:
         """From now on the run is under a plan that is to stay: what steps take is learned anew."""
         self._watch.restart()
+        self._growth.restart(self._run.plan)
         if self._balance is not None:
             self._balance.restart()
         self._readings = []
@@ -76,7 +83,14 @@ class Monitor:
 
     def exchanged(self) -> None:
         """Advances by one step."""
-        if (readings := self._read_mail()) is not None:
+        readings = self._read_mail()
+        if text := self._growth.note(self._run.num_passes, self._run.rows_by_layer):
+            self._run.flush()
+            self._run.note("grown", text, loud=True)
+            self.restart()
+            self._on_growth()
+            self._run.recorder.restart()
+        elif readings is not None:
             self._take(readings)
         elif len(self._readings) >= (CHECK_EVERY if self._watch.expected else EXPECTED_FROM):
             self._mail = _Mail(self._run, Reading.median_of(self._readings))
