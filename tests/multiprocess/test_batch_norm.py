@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from poseidon.comm import SCHEMES
+from poseidon.comm import liveness as liveness_module
 from poseidon.comm.group import Group
 from poseidon.errors import CommError
+from poseidon.runtime import join
 from poseidon.runtime.attach import Run, attach
 from poseidon.runtime.options import RunOptions
 from support.ranks import run_ranks
@@ -267,3 +270,54 @@ def test_ranks_that_call_other_layers_are_told_so() -> None:
     first, second = run_ranks(2, disagree)
     assert "forward pass of 'first', rank 1 in the forward pass of 'second'" in first
     assert "forward pass of 'second', rank 0 in the forward pass of 'first'" in second
+
+
+class Checkpointed(nn.Module):
+    """Computes its first half once more in backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        layers = list(make_model())
+        self.first, self.second = nn.Sequential(*layers[:3]), nn.Sequential(*layers[3:])
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.use_reentrant:
+            x = x.clone().requires_grad_()
+        return self.second(checkpoint(self.first, x, use_reentrant=self.use_reentrant))
+
+
+def recompute(rank: int, world_size: int, use_reentrant: bool) -> None:
+    ours = Ours(rank, world_size, model=Checkpointed(use_reentrant), mean="samples")
+    for step in range(3):
+        ours.step(step, (3, 5))
+        ours.compare()
+    ours.run.detach()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_are_computed_once_more_in_backward(use_reentrant: bool) -> None:
+    run_ranks(2, recompute, use_reentrant)
+
+
+def go_ahead(rank: int, world_size: int) -> str:
+    """Rank 0 has a batch more than rank 1, which waits for it at the end."""
+    liveness_module.PATIENCE_SECONDS = 1.0
+    group = join.init()
+    model = make_model()
+    sample = copy.deepcopy(model)
+    plan = plan_for(sample, world_size, None, lambda: loss_of(sample, *make_batch(0, 0, 4)))
+    run = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, group)
+    run.sync_batch_norm()
+    loss_of(model, *make_batch(rank, 0, 4)).backward()
+    go_on = run.check_replicas if rank else lambda: loss_of(model, *make_batch(rank, 1, 4))
+    with pytest.raises(CommError) as caught:
+        go_on()
+    join.shutdown(str(caught.value))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_ahead_is_told() -> None:
+    first, second = run_ranks(2, go_ahead, init=False)
+    assert "the forward pass of '1' in exchange 1 cannot end: rank 1 has left the exchanges behind" in first
+    assert "rank 0 ended with" in second
