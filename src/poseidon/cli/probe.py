@@ -13,7 +13,6 @@ from rich.table import Table
 
 from poseidon.cli.hosts import (
     ClusterOption,
-    CpuOption,
     HostsOption,
     LinkOption,
     ProcsPerHostOption,
@@ -54,7 +53,6 @@ def probe(
     hosts: HostsOption = None,
     procs_per_host: ProcsPerHostOption = 1,
     link: LinkOption = None,
-    cpu: CpuOption = None,
     cluster: ClusterOption = None,
 ) -> None:
     """Measure computing, links and collectives of several hosts, in under a minute.
@@ -63,7 +61,7 @@ def probe(
 
     poseidon probe --hosts 4 --link 1Gbit/s -o lab.toml
     """
-    spec = read_hosts(hosts, procs_per_host, link, cluster, cpu)
+    spec = read_hosts(hosts, procs_per_host, link, cluster)
     if output.suffix not in (".toml", ".json"):
         raise typer.BadParameter("the name must end with .toml or .json", param_hint="--output")
     if not output.absolute().parent.is_dir():
