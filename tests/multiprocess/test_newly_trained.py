@@ -374,7 +374,7 @@ def automatic(rank, world_size, at):
     optimizer_alone = torch.optim.SGD(alone.parameters(), lr=0.05)
     run = distribute(model, optimizer, group=Group.of_default())
     settled_at = None
-    for step in range(60):
+    for step in range(at + 60):
         if step == at:
             for one in (model, alone):
                 one[0].requires_grad_(True)
@@ -392,7 +392,7 @@ def automatic(rank, world_size, at):
         {n: p.detach() for n, p in model.named_parameters()}, {n: p.detach() for n, p in alone.named_parameters()}, 1e-4
     )
     assert "0" in run.plan.schemes
-    assert "0" in run.plan.choices
+    assert run.plan.layers["0"].rows == 4  # seen while it was observed
     run.check_replicas()
     run.detach()
     return [event["kind"] for event in run.events]
