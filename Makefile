@@ -18,8 +18,8 @@ demo: $(READY) ## four emulated hosts at 1 Gbit/s: race against DDP, then train 
 	  --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
 
 test: $(READY) ## every test that this machine can run
-	@echo 'Testing: plain tests first, then ranks on loopback, then hosts in network namespaces.'
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@echo 'Testing, two at a time: plain tests, ranks on loopback; then one by one what watches time, hosts in namespaces.'
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(READY) ## format, lint, types, imports between rooms
 	@echo 'Checking format, lint, types and imports.'

@@ -1,5 +1,10 @@
-"""What holds for every test: nothing is left behind, hypothesis draws the same examples, CI has seen real links."""
+"""What holds for every test: nothing is left behind, hypothesis draws the same examples, CI has seen real links.
 
+With pytest-xdist (`-n 2 --dist loadgroup --no-loadscope-reorder`) several tests run at a time. Those that watch time
+have the machine to themselves all the same: they come last, one after the other, and wait until no other test runs.
+"""
+
+import fcntl
 import os
 import sys
 import threading
@@ -57,7 +62,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Plain tests first, then ranks on loopback, then hosts with links: what fails early costs least."""
-    items.sort(key=lambda item: ("netns" in item.keywords, "multiprocess" in item.keywords))
+    for item in items:
+        if _is_alone(item):
+            item.add_marker(pytest.mark.xdist_group("alone"))
+    items.sort(key=lambda item: (_is_alone(item), "netns" in item.keywords, "multiprocess" in item.keywords))
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    """Whether no other test is to run meanwhile."""
+    return any(item.get_closest_marker(name) is not None for name in ("alone", "netns"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Beside other workers: keeps the machine for a test that is to have it alone. Waiting is not the test's own time."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    with open(__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if _is_alone(item) else fcntl.LOCK_SH)
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

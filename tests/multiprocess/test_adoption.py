@@ -21,7 +21,7 @@ from poseidon.units import KIB
 from support.exactness import assert_close
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.alone]
 
 STEPS = 25
 SLOW_SECONDS = 0.05

@@ -8,7 +8,7 @@ from poseidon.comm.group import Group
 from poseidon.runtime.clocks import Clocks, measure_offsets
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.alone]
 
 SHIFTS = (0.0, 3.5, -120.25)
 """By how many seconds each rank's clock is fast."""

@@ -13,7 +13,7 @@ from poseidon.profile.structure import profile_structure
 from poseidon.runtime.monitor import CHECK_EVERY, EXPECTED_FROM, WARM_UP_STEPS
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.alone]
 
 FIRST_MAIL = WARM_UP_STEPS + EXPECTED_FROM
 

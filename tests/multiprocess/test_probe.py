@@ -16,7 +16,7 @@ from poseidon.runtime.probing import probe_cluster
 from poseidon.units import KIB, MIB
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.alone]
 
 
 def rates_twice(rank, world_size, faster):

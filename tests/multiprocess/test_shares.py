@@ -16,7 +16,7 @@ from poseidon.profile.structure import profile_structure
 from support.exactness import assert_close, make_mlp
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.alone]
 
 WORLD_SIZE, BATCH, EPOCHS, NUM_SAMPLES = 3, 8, 2, 16 * 24 + 13
 SECONDS_PER_SAMPLE = (0.001, 0.001, 0.006)

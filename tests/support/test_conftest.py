@@ -75,3 +75,36 @@ def test_ci_needs_a_netns_test_that_ran(tmp_path: Path, skip: bool, code: int) -
     assert found == code
     assert ("no netns test ran" in output) == skip
     assert "in 0." in output.splitlines()[-1]
+
+
+ALONE = """
+import os, pathlib, time
+import pytest
+
+def note(what):
+    with open("notes", "a") as notes:
+        print(what, os.environ["PYTEST_XDIST_WORKER"], file=notes)
+
+@pytest.mark.alone
+@pytest.mark.parametrize("number", range(3))
+def test_alone(number):
+    note("alone from")
+    time.sleep(0.1)
+    note("alone to")
+
+@pytest.mark.parametrize("number", range(6))
+def test_beside(number):
+    note("beside from")
+    time.sleep(0.1)
+    note("beside to")
+"""
+
+
+def test_what_watches_time_comes_last_and_has_the_machine_alone(tmp_path: Path) -> None:
+    code, output = run_pytest(tmp_path, ALONE, "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder")
+    assert code == 0
+    assert "9 passed" in output.splitlines()[-1]
+    notes = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+    assert {worker for _, _, worker in notes} == {"gw0", "gw1"}
+    from_alone = next(place for place, (what, _, _) in enumerate(notes) if what == "alone")
+    assert [(what, which) for what, which, _ in notes[from_alone:]] == [("alone", "from"), ("alone", "to")] * 3
