@@ -105,16 +105,11 @@ def make_vit() -> nn.Module:
 
 
 def make_resnet() -> nn.Module:
-    """With batch normalization as in evaluation: its statistics are each rank's own, as under DDP."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    model = ResNetForImageClassification(
+    return ResNetForImageClassification(
         ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5)
     )
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.eval()
-    return model
 
 
 def make_t5() -> nn.Module:
@@ -228,6 +223,7 @@ def train_on_a_part(rank: int, world_size: int, name: str, choice: str) -> tuple
     first = part_of(batches[0], 0, world_size)
     plan = choice if choice == "auto" else make_plan(model, choice, world_size, SAMPLES, lambda: model(**first).loss)
     run = poseidon.distribute(model, optimizer, plan)
+    run.sync_batch_norm()
     for batch in batches:
         optimizer.zero_grad()
         mine = part_of(batch, rank, world_size)
