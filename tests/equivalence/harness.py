@@ -3,7 +3,7 @@
 import functools
 import json
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -12,17 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tests.equivalence.schemes import HOSTS, SCHEMES
+from tests.equivalence.schemes import AUTO, HOSTS, SCHEMES
 from tests.equivalence.situation import Side, Situation, Tensors
 from tests.equivalence.situations import SITUATIONS
 from tests.support.steps import digest
+from torch import nn
 from torch.utils._pytree import tree_map
 
+from poseidon.auto import distribute
 from poseidon.comm.group import Group
 from poseidon.errors import InfeasibleError
 from poseidon.profile.graph import ModelProfile
 from poseidon.profile.structure import StepWatch
 from poseidon.runtime.attach import Run, attach
+from poseidon.runtime.options import RunOptions
 
 COMBINATION_SECONDS = 20.0
 """Until a combination counts as stuck."""
@@ -74,6 +77,18 @@ class Alone(Side):
     def no_sync(self, *, silent: bool = True) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def weight(self, num_items: int) -> None:
+        pass
+
+    def join(self, update: Callable[[], None] | None = None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def mean(self, value: torch.Tensor, num_items: int) -> float:
+        return value.item()
+
 
 class Rank(Side):
     """One rank under a plan."""
@@ -85,11 +100,15 @@ class Rank(Side):
         self.rank, self.scheme = rank, scheme
         self._runs: dict[str, Run] = {}
         group = Group.of_default(hosts=HOSTS if scheme == "two_level" else [[r] for r in range(world_size)])
+        options = RunOptions(mean=situation.mean)
         for name, model in self.models.items():
+            if scheme == AUTO:
+                self._runs[name] = distribute(model, self.optimizers[name], mean=situation.mean, group=group)
+                continue
             profile = profiles_of(type(situation).__name__)[name]
             plan = SCHEMES[scheme](profile, world_size, model, self.optimizers[name])
             assert plan is not None, f"no layer of {situation} can use {scheme}"
-            self._runs[name] = attach(model, self.optimizers[name], plan, group)
+            self._runs[name] = attach(model, self.optimizers[name], plan, group, options)
 
     @property
     def runs(self) -> Mapping[str, Run]:
@@ -119,12 +138,28 @@ class Rank(Side):
 
     @contextmanager
     def no_sync(self, *, silent: bool = True) -> Iterator[None]:
-        (run,) = self._runs.values()
-        run.flush()  # what the last step has deferred
-        before = run.group.bytes_sent
-        with run.no_sync():
+        self.run.flush()  # what the last step has deferred
+        before = self.run.group.bytes_sent
+        with self.run.no_sync():
             yield
-        assert not silent or run.group.bytes_sent == before, "something was sent inside no_sync"
+        assert not silent or self.run.group.bytes_sent == before, "something was sent inside no_sync"
+
+    @property
+    def run(self) -> Run:
+        """The first model's."""
+        return next(iter(self._runs.values()))
+
+    def weight(self, num_items: int) -> None:
+        self.run.weight(num_items)
+
+    def join(self, update: Callable[[], None] | None = None) -> AbstractContextManager[None]:
+        return self.run.join(update)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        return self.run.clip_grad_norm_(max_norm)
+
+    def mean(self, value: torch.Tensor, num_items: int) -> float:
+        return self.run.mean(value, num_items)
 
 
 def run_combinations(rank: int, world_size: int, combinations: Sequence[Combination], folder: Path) -> None:
@@ -144,9 +179,10 @@ def run_combination(rank: int, world_size: int, combination: Combination) -> Out
     """One situation under one scheme from beginning to end."""
     situation = SITUATIONS[combination.situation]()
     with default_dtype(situation.dtype):
-        expected = records_alone(combination.situation, world_size) if rank == 0 else None
+        num_steps = situation.steps_under_auto if combination.scheme == AUTO else situation.num_steps
+        expected = records_alone(combination.situation, world_size, num_steps) if rank == 0 else None
         try:
-            found = go_through(Rank(situation, rank, world_size, combination.scheme))
+            found = go_through(Rank(situation, rank, world_size, combination.scheme), num_steps)
         except InfeasibleError as error:
             return Outcome(refusal=str(error))
         bits = digest({f"{label}: {name}": t for label, tensors in found for name, t in tensors.items()})
@@ -154,12 +190,12 @@ def run_combination(rank: int, world_size: int, combination: Combination) -> Out
     return Outcome(error=error, where=where, digest=bits)
 
 
-def go_through(side: Side) -> list[tuple[str, Tensors]]:
+def go_through(side: Side, num_steps: int) -> list[tuple[str, Tensors]]:
     """Every step of a script; what was noted in them."""
     situation = side.situation
     try:
         situation.begin(side)
-        for side.index in range(situation.num_steps):
+        for side.index in range(num_steps):
             situation.step(side)
         situation.end(side)
         side.note_parameters()
@@ -173,9 +209,9 @@ def go_through(side: Side) -> list[tuple[str, Tensors]]:
 
 
 @functools.cache
-def records_alone(name: str, world_size: int) -> list[tuple[str, Tensors]]:
+def records_alone(name: str, world_size: int, num_steps: int) -> list[tuple[str, Tensors]]:
     """The reference, the same for all schemes."""
-    return go_through(Alone(SITUATIONS[name](), world_size))
+    return go_through(Alone(SITUATIONS[name](), world_size), num_steps)
 
 
 @functools.cache

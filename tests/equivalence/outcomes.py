@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from tests.equivalence.harness import Combination, Outcome, default_dtype, run_combinations
-from tests.equivalence.schemes import SCHEMES
+from tests.equivalence.schemes import AUTO, SCHEMES
 from tests.equivalence.situations import FAMILIES, SITUATIONS
 from tests.support.ranks import run_ranks
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from poseidon.errors import InfeasibleError
 from poseidon.profile.structure import profile_structure
 
+COLUMNS = (*SCHEMES, AUTO)
 FAMILY_SECONDS = 240.0
 MOST_FAILURES = 4
 """Of one family; beyond that the rest is not run."""
@@ -39,7 +40,7 @@ def combinations(family: str, world_size: int) -> tuple[Combination, ...]:
     return tuple(
         Combination(situation, scheme)
         for situation in FAMILIES[family]
-        for scheme in SCHEMES
+        for scheme in COLUMNS
         if applies(situation, scheme, world_size)
     )
 
@@ -50,6 +51,8 @@ def applies(situation: str, scheme: str, world_size: int) -> bool:
     kind = SITUATIONS[situation]
     if scheme in kind.left_out:
         return False
+    if scheme == AUTO:
+        return bool(kind.steps_under_auto)
     one = kind()
     with default_dtype(one.dtype):
         models = one.models()

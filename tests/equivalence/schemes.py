@@ -88,6 +88,8 @@ def _refusal(plan: Plan, name: str, model: nn.Module, optimizer: torch.optim.Opt
     return None
 
 
+AUTO = "auto"
+"""The column of plans that are found while training."""
 SCHEMES: Mapping[str, Maker] = {
     "all_reduce": _only(AllReduce(**SMALL_BUCKETS)),
     "sufficient_factor": _only(SufficientFactor()),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from poseidon.runtime.attach import Run
+from poseidon.runtime.options import Mean
 
 Loss = Callable[[Any], torch.Tensor]
 Tensors = dict[str, torch.Tensor | None]
@@ -103,6 +104,22 @@ class Side(ABC):
     def no_sync(self, *, silent: bool = True) -> AbstractContextManager[None]:
         """Accumulates, and where it has to be silent proves that nothing is sent meanwhile."""
 
+    @abstractmethod
+    def weight(self, num_items: int) -> None:
+        """Says what the next loss is a mean over."""
+
+    @abstractmethod
+    def join(self, update: Callable[[], None] | None = None) -> AbstractContextManager[None]:
+        """Around a loop that may be shorter on some ranks."""
+
+    @abstractmethod
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Of the first model, by the run where there is one."""
+
+    @abstractmethod
+    def mean(self, value: torch.Tensor, num_items: int) -> float:
+        """Over the items of all ranks."""
+
 
 def scaled(loss: torch.Tensor, share: float) -> torch.Tensor:
     """The loss itself where the share is 1."""
@@ -120,6 +137,10 @@ class Situation:
     tolerance: ClassVar[float] = 1e-10
     """Of gradients and parameters, each relative to its own length."""
     num_steps: ClassVar[int] = 3
+    mean: ClassVar[Mean] = "ranks"
+    """How ranks are weighted: alike, or by what their losses are means over."""
+    steps_under_auto: ClassVar[int] = 0
+    """So many under a plan that is found while training; 0 leaves it out."""
     joins_batches: ClassVar[bool] = True
     """Whether one process sees one batch of all samples; else each rank's, one after the other."""
     refused: ClassVar[Mapping[str, str]] = {}

@@ -6,6 +6,7 @@ from types import ModuleType
 from tests.equivalence.situation import Situation
 from tests.equivalence.situations import (
     accumulation,
+    batches,
     compiled,
     hooks,
     loop,
@@ -15,7 +16,7 @@ from tests.equivalence.situations import (
     structure,
 )
 
-_FAMILIES: tuple[ModuleType, ...] = (structure, passes, rows, accumulation, loop, hooks, precision, compiled)
+_FAMILIES: tuple[ModuleType, ...] = (structure, passes, rows, accumulation, batches, loop, hooks, precision, compiled)
 
 
 def _situations(module: ModuleType) -> dict[str, type[Situation]]:

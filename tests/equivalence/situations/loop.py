@@ -26,6 +26,17 @@ class ClipGradNorm(Situation):
         side.optimizer.step()
 
 
+class RunClipsGradNorm(Situation):
+    """`run.clip_grad_norm_`, the norm logged."""
+
+    def step(self, side: Side) -> None:
+        side.optimizer.zero_grad()
+        side.backward()
+        side.note("norm", {"norm": side.clip_grad_norm_(0.01)})
+        side.note_gradients()
+        side.optimizer.step()
+
+
 class GradNormLogged(Situation):
     """The norm of each gradient is logged, none is changed."""
 

@@ -11,6 +11,8 @@ from torch import nn
 class Plain(Situation):
     """Nothing particular."""
 
+    steps_under_auto = 16
+
 
 class TiedWeights(Situation):
     """The output head is the embedding's own weight."""
@@ -92,6 +94,8 @@ class UnusedInSomeSteps(Situation):
 
 class UnusedOnSomeRanks(UnusedInSomeSteps):
     """Each rank leaves out other layers, another set in each step."""
+
+    steps_under_auto = 16
 
     joins_batches = False
 
@@ -183,6 +187,8 @@ class AddedLater(Situation):
 
 class GivenToTheOptimizerLater(Situation):
     """A layer of the model is not updated until the optimizer is given it by `add_param_group`."""
+
+    refused: ClassVar = {"sharded_server": "given none that updates it"}
 
     num_steps = 5
 
