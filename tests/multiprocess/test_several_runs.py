@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from examples.gan import main as train_gan
 from torch import nn
 
-from poseidon.comm import SCHEMES
+from poseidon.comm import SCHEMES, AllReduce
 from poseidon.comm.group import Group
 from poseidon.errors import InfeasibleError
+from poseidon.plan import Plan
 from poseidon.runtime.attach import Run, attach
 from poseidon.runtime.options import RunOptions
 from support.ranks import run_ranks
@@ -107,7 +108,9 @@ class Pair:
         }
 
 
-def attach_all(pair: Pair, schemes: tuple[str, str], world_size: int, **options: Any) -> list[Run]:
+def attach_all(
+    pair: Pair, schemes: tuple[str, str], world_size: int, *, deferred: bool = False, **options: Any
+) -> list[Run]:
     """Both networks under a run each; plans are found with copies."""
     images, noise, kinds = make_batch([0], 0)
     generator, discriminator = copy.deepcopy(pair.generator), copy.deepcopy(pair.discriminator)
@@ -116,6 +119,8 @@ def attach_all(pair: Pair, schemes: tuple[str, str], world_size: int, **options:
         plan_for(generator, world_size, SCHEMES[schemes[0]](), lambda: generator(noise, kinds).square().mean()),  # type: ignore[call-arg]
         plan_for(discriminator, world_size, SCHEMES[schemes[1]](), lambda: discriminator(images).mean()),  # type: ignore[call-arg]
     ]
+    if deferred:
+        plans = [Plan.model_validate({**dict(plan), "deferred": plan.arrival}) for plan in plans]
     runs = [
         attach(pair.generator, pair.of_generator, plans[0], group, RunOptions(**options)),
         attach(pair.discriminator, pair.of_discriminator, plans[1], group, RunOptions(**options)),
@@ -130,9 +135,11 @@ def make_networks() -> tuple[nn.Module, nn.Module]:
     return Generator().double(), Discriminator().double()
 
 
-def train(rank: int, world_size: int, schemes: tuple[str, str], way: str, mean: str) -> None:
+def train(
+    rank: int, world_size: int, schemes: tuple[str, str], way: str, mean: str = "ranks", deferred: bool = False
+) -> None:
     ours, alone = Pair(*make_networks(), way), Pair(*make_networks(), way)
-    runs = attach_all(ours, schemes, world_size, mean=mean)
+    runs = attach_all(ours, schemes, world_size, mean=mean, deferred=deferred)
     for step in range(STEPS):
         ours.step(make_batch([rank], step))
         alone.step(make_batch(range(world_size), step))
@@ -153,12 +160,54 @@ SCHEME_PAIRS = [
 @pytest.mark.parametrize("way", ["two backwards", "one backward", "frozen"])
 @pytest.mark.parametrize("schemes", SCHEME_PAIRS, ids="-".join)
 def test_two_networks_against_each_other_equal_one_process(schemes: tuple[str, str], way: str) -> None:
-    run_ranks(2, train, schemes, way, "ranks")
+    run_ranks(2, train, schemes, way)
 
 
 @pytest.mark.parametrize("schemes", SCHEME_PAIRS[:2], ids="-".join)
 def test_on_three_ranks_weighted_by_samples(schemes: tuple[str, str]) -> None:
     run_ranks(3, train, schemes, "one backward", "samples")
+
+
+@pytest.mark.parametrize("way", ["two backwards", "one backward"])
+def test_deferred_transfers_of_both(way: str) -> None:
+    run_ranks(2, train, ("all_reduce", "sufficient_factor"), way, "ranks", True)
+
+
+def with_one_optimizer(rank: int, world_size: int) -> None:
+    """Actor and critic, each under a run, in one optimizer; in two levels where ranks share hosts."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, width)) for width in (3, 1)]
+    alone = copy.deepcopy(models)
+    optimizer, optimizer_alone = (
+        torch.optim.AdamW([p for model in some for p in model.parameters()], lr=0.01) for some in (models, alone)
+    )
+    group = Group.of_default(hosts=((0, 1), (2,)))
+    schemes = AllReduce(levels=2), SCHEMES["sharded_server"]()  # type: ignore[call-arg]
+    samples = copy.deepcopy(models)
+    plans = [
+        plan_for(sample, world_size, scheme, lambda sample=sample: sample(rows(0, 0, 3, 4)).square().mean())
+        for sample, scheme in zip(samples, schemes, strict=True)
+    ]
+    runs = [attach(model, optimizer, plan, group) for model, plan in zip(models, plans, strict=True)]
+    for step in range(5):
+        optimizer.zero_grad()
+        optimizer_alone.zero_grad()
+        x = rows(rank, step, 3, 4)
+        (models[0](x).square().mean() * models[1](x).square().mean()).backward()
+        for other in range(world_size):
+            x = rows(other, step, 3, 4)
+            (alone[0](x).square().mean() * alone[1](x).square().mean() / world_size).backward()
+        optimizer.step()
+        optimizer_alone.step()
+        for one, other_model in zip(models, alone, strict=True):
+            assert_same(one.state_dict(), other_model.state_dict())
+            assert_on_all_ranks(one.state_dict())
+    for run in runs:
+        run.detach()
+
+
+def test_two_runs_with_one_optimizer() -> None:
+    run_ranks(3, with_one_optimizer)
 
 
 def out_of_samples(rank: int, world_size: int) -> None:
