@@ -288,13 +288,17 @@ class Shard:
         """Of each parameter the part inside the own stretch, perhaps empty; it shares the parameter's memory."""
         self._accumulated: dict[int, Accumulated] = {}
         """By a parameter's number: stands for what has accumulated on this rank in the gradient of its own stretch."""
+        self._means: set[int] = set()
+        """Numbers of the parameters of which the optimizer has a mean that it has not used yet; the same on all ranks,
+        but for those that it has zeroed since."""
         self._hook = optimizer.register_step_post_hook(self._note_step)
         self._stepped = True
         self.show_whole(False)
-        for whole, own, (_, a, b) in zip(
-            self.parameters, self._own, _intersections(parameters, start, end), strict=True
+        for index, (whole, own, (_, a, b)) in enumerate(
+            zip(self.parameters, self._own, _intersections(parameters, start, end), strict=True)
         ):
             if whole.grad is not None:  # a mean that the optimizer has not used yet
+                self._means.add(index)
                 if not is_finite(whole.grad):
                     self._alarm.give()
                 own.grad, whole.grad = whole.grad.reshape(-1)[a:b].clone(), None
@@ -312,6 +316,7 @@ class Shard:
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
+        self._means.clear()
         self._alarm.withdraw()
 
     def show_whole(self, whole: bool) -> None:
@@ -327,6 +332,8 @@ class Shard:
         """A backward pass has added to gradients of this rank that are not exchanged yet."""
         for index, (whole, own) in enumerate(zip(self.parameters, self._own, strict=True)):
             if whole.grad is not None and index not in self._accumulated:
+                if own.grad is None:
+                    self._means.discard(index)
                 self._accumulated[index] = Accumulated(own, lambda own=own: torch.zeros_like(own))  # type: ignore[misc]
 
     def forget_zeroed(self) -> None:
@@ -400,6 +407,7 @@ class Shard:
         *self.made, not_finite = self._facts.tolist()
         was_left_out = self._alarm.begin(exchange)
         self._stepped = self._stepped or was_left_out
+        self._means |= {index for index, made in enumerate(self.made) if made}
         for own, made in zip(self._own, self.made, strict=True):
             mean = self._flat[offset : offset + own.numel()]
             offset += own.numel()
@@ -439,8 +447,7 @@ class Shard:
         self._hook.remove()
         self._alarm.withdraw()
         self.show_whole(True)
-        if not self._stepped and any(self._facts[:-1].tolist()):
-            self._restore_gradients(tag)
+        self._restore_gradients(tag)
         states = [self._optimizer.state.pop(own, {}) for own in self._own]
         for parameter, state in zip(self.parameters, states, strict=True):
             if state:  # a parameter that no gradient has reached yet has none
@@ -454,11 +461,13 @@ class Shard:
 
     def _restore_gradients(self, tag: int) -> None:
         """A mean that the optimizer has not used yet belongs into `p.grad` again."""
+        unused = [index for index in self._means if self._own[index].grad is not None]
+        if not unused:
+            return
         gradients = [torch.zeros_like(own) if own.grad is None else own.grad for own in self._own]
         wholes = self._whole(gradients, tag, "gradients")
-        for parameter, whole, made in zip(self.parameters, wholes, self._facts[:-1].tolist(), strict=True):
-            if made:
-                parameter.grad = whole
+        for index in unused:
+            self.parameters[index].grad = wholes[index]
 
     def _whole(self, values: Sequence[torch.Tensor], tag: int, what: str) -> list[torch.Tensor]:
         """From one value for each own stretch, gathered over the ranks, one for each whole parameter."""
