@@ -75,7 +75,7 @@ def _is_alone(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Beside other workers: keeps the machine for a test that is to have it alone. Waiting is not the test's own time."""
+    """Beside other workers: keeps the machine for a test that is to have it alone. Waiting is not its own time."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
     with open(__file__) as lock:
