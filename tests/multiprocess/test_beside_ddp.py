@@ -20,6 +20,7 @@ from poseidon.comm.group import Group
 from poseidon.plan import uniform_plan
 from poseidon.profile.structure import profile_structure
 from poseidon.runtime.attach import attach
+from poseidon.runtime.ignored import ignored_names
 from poseidon.runtime.options import RunOptions
 from support.ranks import run_ranks
 from support.steps import assert_on_all_ranks, assert_same, rows
@@ -64,12 +65,10 @@ class Beside:
     ):
         self.rank, self.loss, self.data = rank, loss, data
         theirs = copy.deepcopy(model)
-        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-        if ignored:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(theirs, ignored)
         self.ddp = DistributedDataParallel(theirs, **(ddp or {}))
         self.model = model
-        plan = uniform_plan(profile_structure(model), world_size, SCHEMES[scheme]())
+        profile = profile_structure(model, ignored=ignored_names(model))
+        plan = uniform_plan(profile, world_size, SCHEMES[scheme]())
         self.optimizer, self.optimizer_ddp = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, self.ddp))
         self.run = attach(model, self.optimizer, plan, Group.of_default(), RunOptions(**(options or {})))
         served = [name for name, one in plan.schemes.items() if one.kind == "sharded_server"]
@@ -282,7 +281,7 @@ def ignored(rank, world_size, scheme):
     with torch.no_grad():
         model[0].weight += rank
         model[1].running_mean += rank
-    model._ddp_params_and_buffers_to_ignore = ["0.weight", "1.running_mean"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "1.running_mean"])
     beside = Beside(rank, world_size, scheme, model, ddp={"forward_sync_buffers": False})
     assert torch.equal(model[1].running_mean, torch.full((8,), float(rank)))
     for step in range(3):
