@@ -1,5 +1,6 @@
 """What every observer of a model needs: hooks that copies of a module do not have, and whether autograd is running."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ class ModuleHook:
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = torch.compiler.disable(hook)
+        _hide_from_compiler()
+        self._hook = hook
 
     def __call__(self, *args: Any) -> None:
         """What the module calls."""
@@ -21,6 +23,12 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (_do_nothing,)
+
+
+@functools.cache
+def _hide_from_compiler() -> None:
+    """Not before there is a hook: it takes the import of the compiler."""
+    ModuleHook.__call__ = torch.compiler.disable(ModuleHook.__call__)  # type: ignore[method-assign]
 
 
 class GradientHook:
