@@ -113,7 +113,11 @@ class Monitor:
             self._compare(readings)
 
     def _find_change(self, readings: Sequence[Reading]) -> Change | None:
-        if self._balance is None or (parts := self._run.dealing.parts) is None:
+        if self._balance is None:
+            return None
+        if (parts := self._run.dealing.parts) is None:
+            self._balance = None
+            self._run.note("shared", "shares stay as they are: the loop does not load through run.shard", loud=True)
             return None
         return self._balance.note(readings, parts)
 
