@@ -83,6 +83,9 @@ def train(
     check_replicas: Annotated[
         bool, typer.Option("--check-replicas", help="Prove after each epoch that all ranks hold the same parameters.")
     ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say at the end for each parameter how it travels and why not otherwise.")
+    ] = False,
 ) -> None:
     """Train a task, over several hosts if there are any.
 
@@ -129,7 +132,7 @@ def train(
     options["at"] = at
     options["link_bytes_per_s"] = None if spec is None else min(host.link.up for host in spec.hosts)
     with joined() as group:
-        work(chosen, schedule, options, group, out=out, tensorboard=tensorboard, baseline=baseline)
+        work(chosen, schedule, options, group, out=out, tensorboard=tensorboard, baseline=baseline, explain=explain)
 
 
 def work(
@@ -141,6 +144,7 @@ def work(
     out: Path | None,
     tensorboard: bool = False,
     baseline: bool = True,
+    explain: bool = False,
 ) -> None:
     """What every rank does.
 
@@ -152,6 +156,7 @@ def work(
         out: A new folder for what the run leaves behind.
         tensorboard: Whether events go there too.
         baseline: Whether one rank alone is measured first, where there are several and there is a folder to keep it in.
+        explain: Whether it is said at the end how each parameter travels.
     """
     console = Console(highlight=False)
     device = device_of_rank()
@@ -186,12 +191,14 @@ def work(
         outcome = train_task(task, run, schedule, watcher)
         clocks = Clocks(start=clocks_at_start, end=measure_offsets(group))
         summary = summarize(clocks.align_all(gather_timelines(run)))
-        exchanges = run.layers_by_exchange
+        exchanges, explanation = run.layers_by_exchange, run.explain() if explain else ""
         run.detach()
         if folder is not None:
             _finish(folder, run, {**facts, "exchanges": exchanges}, clocks, outcome, summary)
         if group.rank == 0:
             _report(console, task, run, outcome, summary, surroundings, folder)
+            if explain:
+                console.print(f"\n{explanation}", soft_wrap=True, markup=False)
         group.barrier()
 
 

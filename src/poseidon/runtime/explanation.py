@@ -127,7 +127,8 @@ def _planned_line(name: str, layer: LayerSpec, tensor: TensorSpec, plan: Plan, s
     if layer.name in plan.deferred:
         travel += ", deferred"
     reasons = [_refusals(scheme, layer, choice), setting.unused.get(name, "")]
-    own = choice.seconds_by_scheme.get(label(scheme))
+    is_first = tensor is layer.parameters[0]  # what is known about the layer as a whole is said once
+    own = choice.seconds_by_scheme.get(label(scheme)) if is_first else None
     others = {kind: seconds for kind, seconds in choice.seconds_by_scheme.items() if kind != label(scheme)}
     return _Line(
         name,
@@ -136,8 +137,8 @@ def _planned_line(name: str, layer: LayerSpec, tensor: TensorSpec, plan: Plan, s
         shape=tensor.shape,
         bucket=setting.buckets.get(name),
         num_bytes=num_bytes,
-        seconds=() if own is None or not num_bytes else ((label(scheme), own), *others.items()),
-        runner_up=_runner_up(choice, plan) if num_bytes else "",
+        seconds=() if own is None else ((label(scheme), own), *others.items()),
+        runner_up=_runner_up(choice, plan) if is_first else "",
     )
 
 
