@@ -241,7 +241,8 @@ def evaluate(rank, world_size):
     model, _, _, run = make_training(world_size)
     seen = []
     squares, num_samples = 0.0, 0
-    for x, y, index in run.shard(DataLoader(make_data(), batch_size=8, num_workers=1), train=False):
+    loader = DataLoader(make_data(), batch_size=8, num_workers=1, multiprocessing_context="fork")
+    for x, y, index in run.shard(loader, train=False):
         squares += (model(x) - y).square().sum().item()
         num_samples += len(index)
         seen += index.tolist()
