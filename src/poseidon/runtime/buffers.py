@@ -85,7 +85,8 @@ class Buffers:
         self._are_equal = self._are_equal and not self._model.training
 
     def _named(self) -> dict[str, torch.Tensor]:
-        return {name: buffer for name, buffer in self._model.named_buffers() if name not in self._ignored}
+        """In the order of names, which is the same on every rank whatever happened to its modules."""
+        return {name: buffer for name, buffer in sorted(self._model.named_buffers()) if name not in self._ignored}
 
     def _layout(self) -> dict[str, str]:
         return {name: f"{tuple(buffer.shape)} {buffer.dtype}" for name, buffer in self._named().items()}
