@@ -98,7 +98,7 @@ class Dealing:
         """
         mine = json.dumps([[loader.num_cut for loader in self._loaders], list(portions)])
         everyone = [json.loads(text) for text in self._group.all_gather_text(mine, "changing each rank's samples")]
-        self.latest = tuple(everyone[0][1])
+        self.latest = tuple(map(float, everyone[0][1]))
         for loader, *nums_cut in zip(self._loaders, *(nums for nums, _ in everyone), strict=True):
             loader.change(self.latest, max(nums_cut))
         return self.latest
