@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import poseidon
@@ -30,7 +31,7 @@ class PoseidonAccelerator(Accelerator):
         """Model and optimizer come in one call."""
         prepared = super().prepare(*args, **kwargs)
         models = [one for one in args if isinstance(one, nn.Module)]
-        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        optimizers = [one for one in args if isinstance(one, Optimizer)]
         if models and optimizers:
             self.run = poseidon.distribute(*models, *optimizers)
         return prepared

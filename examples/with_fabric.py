@@ -40,17 +40,10 @@ class PoseidonStrategy(DDPStrategy):
         """Called by `fabric.no_backward_sync`."""
         return self.run.no_sync() if enabled else nullcontext()
 
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> torch.Tensor:
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Of the whole gradient, whichever way its layers travel."""
         self.precision.unscale_gradients(optimizer)
-        return self.run.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        return self.run.clip_grad_norm_(*args, **kwargs)
 
 
 def make_data(count: int, seed: int) -> TensorDataset:
