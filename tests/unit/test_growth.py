@@ -67,3 +67,9 @@ def test_the_same_plan_forgets_nothing_and_another_one_is_learned():
 def test_a_plan_without_a_prediction_was_made_for_nothing():
     watch = watching(plan_for(predicted=None))
     assert not any(watch.note(8, rows(1024)) for _ in range(2 * LASTING))
+
+
+def test_a_rank_that_has_more_samples_by_the_plan_has_more_rows():
+    watch = watching(plan_for().model_copy(update={"portions": (3.0, 1.0)}))
+    assert not any(watch.note(1, rows(count)) for count in (48, 64, 95) * LASTING)
+    assert any(watch.note(1, rows(96)) for _ in range(LASTING))

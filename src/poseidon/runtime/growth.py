@@ -31,7 +31,8 @@ class GrowthWatch:
         self._plan = plan
         known = plan.predicted is not None
         self._num_passes = plan.profile.accumulate if known else 0
-        self._rows = {name: layer.rows for name, layer in plan.layers.items() if known and layer.rows}
+        most = max(plan.loads)  # the rank with most samples has most rows
+        self._rows = {name: round(most * layer.rows) for name, layer in plan.layers.items() if known and layer.rows}
 
     def note(self, num_passes: int, rows: Mapping[str, int]) -> str:
         """Takes one exchange, seen alike by all ranks.
