@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,7 +115,11 @@ def read_model(task: str, folder: Path) -> dict[str, torch.Tensor]:
 def test_several_ranks_train_like_one_process(tmp_path: Path, task_file: str, plan: str) -> None:
     together, alone = tmp_path / "together", tmp_path / "alone"
     outputs = run_ranks(
-        RANKS, train_rank, task_file, {"plan": plan, "out": together, "check_replicas": True}, init=False
+        RANKS,
+        train_rank,
+        task_file,
+        {"plan": plan, "out": together, "check_replicas": True, "explain": True},
+        init=False,
     )
     train(task_file, batch=RANKS * BATCH, out=alone)
 
@@ -128,6 +133,7 @@ def test_several_ranks_train_like_one_process(tmp_path: Path, task_file: str, pl
     assert scores[0]["samples"] == NUM_TEST
     assert outputs[1:] == ["", ""]
     assert "epoch 2 ended at step 8: test accuracy" in outputs[0]
+    assert re.search(r"^last\.weight +as embedding\.weight", outputs[0], flags=re.MULTILINE)
 
 
 def test_the_folder_is_complete(tmp_path: Path, task_file: str) -> None:
