@@ -56,7 +56,7 @@ def make_cpu_group(host: str, cores: float) -> Path:
     quota, period = quota_and_period(cores)
     hierarchy = find_hierarchy(_MOUNTS.read_text(encoding="utf-8"), _OWN_GROUPS.read_text(encoding="utf-8"))
     if hierarchy is None:
-        raise ClusterError(f"cannot limit {host} to {format_cores(cores)} of a core: none are mounted here; {_NEEDS}")
+        raise ClusterError(f"cannot limit {host} to {format_cores(cores)} of a core: no group is mounted; {_NEEDS}")
     limit = {1: _limit_version_1, 2: _limit_version_2}[hierarchy.version]
     reasons = []
     for parent in hierarchy.folders:
