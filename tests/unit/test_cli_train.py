@@ -33,12 +33,14 @@ def refused(*arguments: str) -> tuple[int, str]:
     "options",
     [
         ["--link", "1Gbit/s"],
+        ["--cpu", "40%"],
         ["--procs-per-host", "2"],
         ["--hosts", "0"],
         ["--hosts", "two"],
         ["--batch", "0"],
         ["--seed", "-1"],
         ["--cluster", "lab.toml", "--hosts", "2"],
+        ["--cluster", "lab.toml", "--cpu", "40%"],
         ["--no-such-option"],
     ],
 )

@@ -96,7 +96,7 @@ def test_version_2_without_the_controller_is_refused_with_the_reason(
 def test_a_system_without_control_groups_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeKernel(tmp_path / "groups", monkeypatch)
     (tmp_path / "mounts").write_text("proc /proc proc rw 0 0\n")
-    with pytest.raises(ClusterError, match="limit host2 to 10% of a core: no group is mounted; .*be root"):
+    with pytest.raises(ClusterError, match=r"limit host2 to 10% of a core: no group is mounted; .*be root"):
         make_cpu_group("host2", 0.1)
 
 
