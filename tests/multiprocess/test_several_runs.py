@@ -12,9 +12,11 @@ from examples.gan import main as train_gan
 from torch import nn
 
 from poseidon.comm import SCHEMES, AllReduce
+from poseidon.comm import liveness as liveness_module
 from poseidon.comm.group import Group
-from poseidon.errors import InfeasibleError
+from poseidon.errors import CommError, InfeasibleError
 from poseidon.plan import Plan
+from poseidon.runtime import join
 from poseidon.runtime.attach import Run, attach
 from poseidon.runtime.options import RunOptions
 from support.ranks import run_ranks
@@ -61,11 +63,12 @@ class Discriminator(nn.Sequential):
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def make_batch(ranks: Sequence[int], step: int) -> Batch:
-    """Images, noise and classes of these ranks together."""
-    images = torch.cat([rows(rank, step, BATCH, 36) for rank in ranks]).double().view(-1, 1, 6, 6)
-    noise = torch.cat([rows(rank + 100, step, BATCH, 3) for rank in ranks]).double()
-    kinds = torch.cat([torch.randint(5, (BATCH,), generator=seeded(rank, step)) for rank in ranks])
+def make_batch(ranks: Sequence[int], step: int, more: int = 0) -> Batch:
+    """Images, noise and classes of these ranks together; each has so many more than the one before."""
+    sizes = [(rank, BATCH + rank * more) for rank in ranks]
+    images = torch.cat([rows(rank, step, size, 36) for rank, size in sizes]).double().view(-1, 1, 6, 6)
+    noise = torch.cat([rows(rank + 100, step, size, 3) for rank, size in sizes]).double()
+    kinds = torch.cat([torch.randint(5, (size,), generator=seeded(rank, step)) for rank, size in sizes])
     return images, noise, kinds
 
 
@@ -136,13 +139,13 @@ def make_networks() -> tuple[nn.Module, nn.Module]:
 
 
 def train(
-    rank: int, world_size: int, schemes: tuple[str, str], way: str, mean: str = "ranks", deferred: bool = False
+    rank: int, world_size: int, schemes: tuple[str, str], way: str, more: int = 0, deferred: bool = False
 ) -> None:
     ours, alone = Pair(*make_networks(), way), Pair(*make_networks(), way)
-    runs = attach_all(ours, schemes, world_size, mean=mean, deferred=deferred)
+    runs = attach_all(ours, schemes, world_size, mean="samples" if more else "ranks", deferred=deferred)
     for step in range(STEPS):
-        ours.step(make_batch([rank], step))
-        alone.step(make_batch(range(world_size), step))
+        ours.step(make_batch([rank], step, more))
+        alone.step(make_batch(range(world_size), step, more))
         assert_same(ours.state, alone.state, TOLERANCE)
         assert_on_all_ranks(ours.state)
     for run in runs:
@@ -163,14 +166,14 @@ def test_two_networks_against_each_other_equal_one_process(schemes: tuple[str, s
     run_ranks(2, train, schemes, way)
 
 
-@pytest.mark.parametrize("schemes", SCHEME_PAIRS[:2], ids="-".join)
-def test_on_three_ranks_weighted_by_samples(schemes: tuple[str, str]) -> None:
-    run_ranks(3, train, schemes, "one backward", "samples")
+@pytest.mark.parametrize("way", ["two backwards", "one backward", "frozen"])
+def test_unequal_batches_on_three_ranks(way: str) -> None:
+    run_ranks(3, train, ("sufficient_factor", "sharded_server"), way, 2)
 
 
 @pytest.mark.parametrize("way", ["two backwards", "one backward"])
 def test_deferred_transfers_of_both(way: str) -> None:
-    run_ranks(2, train, ("all_reduce", "sufficient_factor"), way, "ranks", True)
+    run_ranks(2, train, ("all_reduce", "sufficient_factor"), way, 0, True)
 
 
 def with_one_optimizer(rank: int, world_size: int) -> None:
@@ -362,3 +365,26 @@ def test_each_run_finds_its_plan_while_the_other_trains() -> None:
     first, second = run_ranks(2, example, init=False)
     assert 0.0 <= first <= 1.0
     assert first != second, "each rank judges by its own noise"
+
+
+def go_ahead(rank: int, world_size: int) -> str:
+    """Rank 0 has a step of the second model more than rank 1, which waits in the first run."""
+    liveness_module.PATIENCE_SECONDS = 1.0
+    group = join.init()
+    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
+    nothing = torch.zeros((), requires_grad=True)
+    plans = [plan_for(copy.deepcopy(model), world_size, None, lambda: nothing) for model in models]
+    runs = [attach(model, None, plan, group) for model, plan in zip(models, plans, strict=True)]
+    for model in models:
+        model(rows(rank, 0, 3, 4)).square().mean().backward()
+    go_on = runs[0].check_replicas if rank else models[1](rows(rank, 1, 3, 4)).square().mean().backward
+    with pytest.raises(CommError) as caught:
+        go_on()
+    join.shutdown(str(caught.value))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_ahead_in_one_of_them_is_told() -> None:
+    first, second = run_ranks(2, go_ahead, init=False)
+    assert "rank 1 has left the exchanges behind after 2 of them and waits in 'comparing replicas'" in first
+    assert "rank 0 ended with" in second
