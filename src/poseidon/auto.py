@@ -54,14 +54,16 @@ def distribute(
             equal both are the same.
         buffers: `"on_request"` sends rank 0's buffers to all in `run.sync_buffers()` only, `"after_step"` after each
             `optimizer.step()` too.
-        check_every: After how many exchanges all ranks prove again that they hold the same model; 0 never does.
+        check_every: After how many exchanges all ranks prove again that they hold the same model and hyperparameters; 0
+            never does.
         shares: `"equal"` leaves each rank its equal part of what `run.shard` deals, or its part by the plan; `"speed"`
             adapts the parts slowly to how fast each rank computes, and keeps the global batch.
-        ignore: Names of parameters and buffers that stay each rank's own.
+        ignore: Names of parameters, buffers and modules that stay each rank's own: neither made equal at the start nor
+            exchanged nor compared.
         group: The ranks; those that `poseidon.init()` has joined if left out.
 
     Returns:
-        The run: `no_sync`, `weight`, `join`, `check_replicas`, `timeline`, `detach`.
+        The run: `no_sync`, `weight`, `join`, `explain`, `check_replicas`, `timeline`, `detach`.
 
     Raises:
         ConfigError: The plan's file cannot be used, or an argument is not known.

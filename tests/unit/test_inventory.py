@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import functional_call
 
 from poseidon.comm.group import Group
-from poseidon.errors import CommError
+from poseidon.errors import CommError, ProfileError
 from poseidon.runtime.inventory import Inventory, agree
 
 
@@ -143,3 +143,11 @@ def test_many_names_are_shortened():
     inventory = Inventory(model)
     model.requires_grad_(True)
     assert str(inventory.look()) == "'0.weight', '0.bias', '1.weight', '1.bias' and 6 more newly trained"
+
+
+def test_lazy_modules_need_a_forward_pass_first():
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ProfileError, match=r"parameter 'weight' of layer '0' has no shape yet: run a forward pass"):
+        Inventory(model)
+    model(torch.ones(2, 4))
+    assert Inventory(model).look() is None

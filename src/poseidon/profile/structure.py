@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
+from poseidon.errors import ProfileError
 from poseidon.profile.graph import GradientStructure, LayerSpec, ModelProfile, TensorSpec
 from poseidon.profile.hook import GradientHook, has_gradient_hooks, inside_backward
 
@@ -31,6 +33,9 @@ def owned_parameters(
         model: The root module.
         trained: `id`s of parameters that count as trainable even while they are frozen.
         ignored: Names of parameters that belong to no layer.
+
+    Raises:
+        ProfileError: A lazy module has not been given its parameters yet.
     """
     seen: set[int] = set()
     owned: dict[str, dict[str, nn.Parameter]] = {}
@@ -38,6 +43,11 @@ def owned_parameters(
         for own_name, parameter in module.named_parameters(recurse=False):
             is_trained = parameter.requires_grad or id(parameter) in trained
             is_ignored = (f"{name}.{own_name}" if name else own_name) in ignored
+            if isinstance(parameter, UninitializedParameter) and not is_ignored:
+                raise ProfileError(
+                    f"parameter {own_name!r} of layer {name!r} has no shape yet: run a forward pass on a sample batch "
+                    "first, which gives a lazy module its parameters"
+                )
             if is_trained and not is_ignored and id(parameter) not in seen:
                 seen.add(id(parameter))
                 owned.setdefault(name, {})[own_name] = parameter

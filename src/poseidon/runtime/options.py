@@ -19,7 +19,7 @@ class RunOptions:
     """
 
     mean: Mean = "ranks"
-    """`samples` weights each rank by the items its loss is a mean over, `ranks` weights all ranks alike, as DDP does."""
+    """`samples` weights each rank by the items its loss is a mean over, `ranks` weights ranks alike, as DDP does."""
     buffers: BufferPolicy = "on_request"
     """When rank 0's buffers are sent to all: in `run.sync_buffers()` only, or after each `optimizer.step()` too."""
     check_every: int = 0
@@ -28,7 +28,8 @@ class RunOptions:
     """Samples of each rank: `equal` shares, or those of the plan where it has such; `speed` adapts them slowly to how
     fast each rank computes."""
     ignore: tuple[str, ...] = ()
-    """Names of parameters and buffers that stay each rank's own: neither made equal at the start nor exchanged."""
+    """Names of parameters, buffers and modules that stay each rank's own: neither made equal at the start nor exchanged
+    nor compared."""
 
     def __post_init__(self) -> None:
         """Refuses what is not known."""
