@@ -27,7 +27,7 @@ from poseidon.profile.structure import StepWatch
 from poseidon.runtime.attach import Run, attach
 from poseidon.runtime.options import RunOptions
 
-COMBINATION_SECONDS = 20.0
+COMBINATION_SECONDS = 45.0
 """Until a combination counts as stuck."""
 
 

@@ -18,7 +18,8 @@ from poseidon.errors import InfeasibleError
 from poseidon.profile.structure import profile_structure
 
 COLUMNS = (*SCHEMES, AUTO)
-FAMILY_SECONDS = 240.0
+WORLD_SIZES = (1, 2, 3, 4)
+FAMILY_SECONDS = 500.0
 MOST_FAILURES = 4
 """Of one family; beyond that the rest is not run."""
 
@@ -107,3 +108,20 @@ def _verdict(outcomes: Sequence[Outcome]) -> Verdict:
         refusal=first.refusal,
         failure="" if len({bool(o.refusal) for o in outcomes}) == 1 else "only some ranks refused it",
     )
+
+
+def problem(combination: Combination, world_size: int, verdict: Verdict) -> str:
+    """What is wrong with it; nothing where it is equal, or refused as it is to be."""
+    situation = SITUATIONS[combination.situation]
+    refusal = situation.refused.get(combination.scheme) if world_size > 1 else None
+    if verdict.failure:
+        return verdict.failure
+    if refusal is not None:
+        return "" if refusal in verdict.refusal else f"it was to be refused because of {refusal!r}: {verdict.refusal}"
+    if verdict.refusal:
+        return verdict.refusal
+    if not verdict.same_bits:
+        return "the ranks differ"
+    if not verdict.error <= situation.tolerance:
+        return f"{verdict.where}: relative error {verdict.error:.1e}, beyond {situation.tolerance:g}"
+    return ""

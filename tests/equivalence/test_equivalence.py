@@ -1,15 +1,16 @@
 """Every situation under every scheme on one to four ranks: equal to one process, the same bits on every rank."""
 
+from pathlib import Path
+
 import pytest
 from tests.equivalence.harness import Combination
-from tests.equivalence.outcomes import combinations, verdicts
-from tests.equivalence.situations import FAMILIES, SITUATIONS
+from tests.equivalence.outcomes import WORLD_SIZES, combinations, problem, verdicts
+from tests.equivalence.situations import FAMILIES
+from tests.equivalence.table import rows_of_page, title
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
-WORLD_SIZES = (1, 2, 3, 4)
-
-
+PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 CASES = [
     pytest.param(
         family,
@@ -26,13 +27,12 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "world_size", "combination"), CASES)
 def test_equals_one_process(family: str, world_size: int, combination: Combination):
-    verdict = verdicts(family, world_size)[combination]
-    situation = SITUATIONS[combination.situation]
-    refusal = situation.refused.get(combination.scheme)
-    assert not verdict.failure, verdict.failure
-    if refusal is not None and world_size > 1:
-        assert refusal in verdict.refusal
-        return
-    assert not verdict.refusal, verdict.refusal
-    assert verdict.same_bits, "the ranks differ"
-    assert verdict.error <= situation.tolerance, f"{verdict.where}: relative error {verdict.error:.1e}"
+    found = problem(combination, world_size, verdicts(family, world_size)[combination])
+    assert not found, found
+
+
+def test_page_has_every_situation():
+    expected = [title(situation) for situations in FAMILIES.values() for situation in situations.values()]
+    assert rows_of_page(PAGE.read_text(encoding="utf-8")) == expected, (
+        "python -m tests.equivalence.table docs/equivalence.md"
+    )

@@ -24,7 +24,7 @@ class Unequal(Situation):
 
 
 class UnequalRanksAlike(Situation):
-    """The same, ranks weighted alike as in DDP: a mean of means."""
+    """Batches of 3, 8, 1 and 5 samples, ranks weighted alike as in DDP: a mean of means."""
 
     joins_batches = False
 
@@ -77,7 +77,7 @@ class RunsOut(Situation):
 
 
 class RunsOutAccumulating(RunsOut):
-    """The same with accumulation: the last exchange of a rank has fewer micro-batches."""
+    """Ranks run out of samples while all accumulate over two micro-batches."""
 
     totals: ClassVar[tuple[int, ...]] = (6, 6, 2, 4)
 
@@ -240,7 +240,7 @@ class Dealt(Situation):
 
 
 class DealtResumed(Dealt):
-    """The same, stopped in the middle of the first epoch and gone on with by another loader."""
+    """Dealt samples, gone on with in the middle of an epoch by another loader."""
 
     def step(self, side: Side) -> None:
         if side.is_alone or side.index:

@@ -17,7 +17,7 @@ class CompiledBefore(Situation):
 
     def model(self) -> nn.Module:
         torch.compiler.reset()
-        return torch.compile(Net(), backend=BACKEND)
+        return torch.compile(Net(), backend=BACKEND, dynamic=False)
 
 
 class CompiledInPlace(CompiledBefore):
@@ -26,7 +26,7 @@ class CompiledInPlace(CompiledBefore):
     def model(self) -> nn.Module:
         torch.compiler.reset()
         model = Net()
-        model.compile(backend=BACKEND)
+        model.compile(backend=BACKEND, dynamic=False)
         return model
 
 
@@ -36,7 +36,7 @@ class CompiledPart(CompiledBefore):
     def model(self) -> nn.Module:
         torch.compiler.reset()
         model = Net()
-        model.first.compile(backend=BACKEND)
+        model.first.compile(backend=BACKEND, dynamic=False)
         return model
 
 
@@ -45,7 +45,7 @@ class CompiledAfter(Situation):
 
     def begin(self, side: Side) -> None:
         torch.compiler.reset()
-        self.compiled = torch.compile(side.model, backend=BACKEND)
+        self.compiled = torch.compile(side.model, backend=BACKEND, dynamic=False)
 
     def step(self, side: Side) -> None:
         side.optimizer.zero_grad()
@@ -60,18 +60,4 @@ class CompiledPartAfter(Situation):
     def begin(self, side: Side) -> None:
         torch.compiler.reset()
         part: Any = side.model.first
-        part.compile(backend=BACKEND)
-
-
-class CompiledFunction(Situation):
-    """The function that computes the loss is compiled, and calls the model."""
-
-    def begin(self, side: Side) -> None:
-        torch.compiler.reset()
-        self.compiled = torch.compile(lambda batch: side.model(batch).square().mean(), backend=BACKEND)
-
-    def step(self, side: Side) -> None:
-        side.optimizer.zero_grad()
-        side.backward(self.compiled)
-        side.note_gradients()
-        side.optimizer.step()
+        part.compile(backend=BACKEND, dynamic=False)

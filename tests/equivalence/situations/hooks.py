@@ -20,7 +20,7 @@ class ParameterHooks(Situation):
 
 
 class ParameterHooksLater(Situation):
-    """The same, registered after `distribute`."""
+    """`register_hook` on every parameter after `distribute`."""
 
     refused: ClassVar = dict.fromkeys(
         ("sufficient_factor", "sparse_rows", "mix", "deferred", "two_level"), "gradient hooks"
@@ -66,7 +66,7 @@ class ModuleHooks(Situation):
 
 
 class ModuleHooksLater(ModuleHooks):
-    """The same, registered after `distribute`."""
+    """Forward and backward hooks on modules, after `distribute`, that change what passes."""
 
     def model(self) -> nn.Module:
         return Situation.model(self)

@@ -146,7 +146,7 @@ class Gan(Situation):
 
 
 class GanWithoutFreezing(Gan):
-    """As the GAN, but the generator's backward adds to the critic's gradients as well, which are zeroed later."""
+    """A GAN whose generator's backward adds to the critic's gradients as well, which are zeroed later."""
 
     def step(self, side: Side) -> None:
         side.optimizers["critic"].zero_grad()

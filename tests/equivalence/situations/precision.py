@@ -67,7 +67,7 @@ class GradScaler(AutocastBfloat16):
 
 
 class GradScalerOnePart(GradScaler):
-    """As above, but the gradient of one layer alone overflows."""
+    """A GradScaler and a step in which one layer's gradient alone overflows, on one rank."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         x, factor = batch

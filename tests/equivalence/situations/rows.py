@@ -61,7 +61,7 @@ class EmptyBatch(Situation):
 
 
 class EmptyBatchSparse(EmptyBatch):
-    """The same with sparse gradients."""
+    """A rank whose batch has no samples, with sparse gradients."""
 
     sparse = True
 
@@ -83,7 +83,7 @@ class PaddingOnly(Situation):
 
 
 class PaddingOnlySparse(PaddingOnly):
-    """The same with sparse gradients."""
+    """Batches of padding only, with sparse gradients."""
 
     sparse = True
 
@@ -118,7 +118,7 @@ class TableUnused(EmptyBatch):
 
 
 class TableUnusedSparse(TableUnused):
-    """The same with sparse gradients."""
+    """Tables that some ranks do not use, and one that none does, with sparse gradients."""
 
     sparse = True
 

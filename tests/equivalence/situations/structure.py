@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tests.equivalence.situation import Branches, Net, Side, Situation, numbers, tokens
 from torch import nn
@@ -427,3 +428,19 @@ class EmptyAndScalar(Situation):
 
     def model(self) -> nn.Module:
         return self.Odd()
+
+
+class ModelsDiffer(Situation):
+    """One rank has a layer more than the others; the first difference is named."""
+
+    refused: ClassVar = dict.fromkeys(
+        ("all_reduce", "sufficient_factor", "sparse_rows", "sharded_server", "mix", "deferred", "two_level"),
+        "the models differ between ranks",
+    )
+    num_steps = 0
+
+    def model(self) -> nn.Module:
+        model = Net()
+        if dist.is_initialized() and dist.get_rank() == 1:
+            model.extra = nn.Linear(2, 2)
+        return model
