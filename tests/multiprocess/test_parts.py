@@ -144,5 +144,6 @@ def lightning_module(rank: int, world_size: int) -> None:
         assert_close({name: p.detach() for name, p in model.named_parameters()}, dict(alone.named_parameters()))
 
 
+@pytest.mark.timeout(150)  # to import lightning takes seconds on an idle machine
 def test_a_lightning_module_as_a_plain_module() -> None:
-    run_ranks(2, lightning_module)
+    run_ranks(2, lightning_module, timeout=120.0)

@@ -17,7 +17,7 @@ from support.exactness import STEPS, assert_close, make_plan
 from support.ranks import preload, run_ranks
 
 preload(*(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "bert", "vit", "resnet", "t5", "llama")))
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 RANKS = 3
 SAMPLES = 11
@@ -243,7 +243,7 @@ def train_on_a_part(rank: int, world_size: int, name: str, choice: str) -> tuple
 def check(name: str, choice: str) -> set[str]:
     """Compares all ranks with one process; returns the kinds of scheme that were last in use."""
     (alone,) = run_ranks(1, train_alone, name)
-    results = run_ranks(RANKS, train_on_a_part, name, choice)
+    results = run_ranks(RANKS, train_on_a_part, name, choice, timeout=120.0)
     for parameters, _ in results:
         assert_close(parameters, alone)
     return results[0][1]
