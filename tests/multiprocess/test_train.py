@@ -20,7 +20,7 @@ from poseidon.report.figures import compute_figures
 from poseidon.report.record import RunRecord
 from poseidon.runtime import trainer
 from poseidon.tasks import load_task
-from poseidon.timeline import Timeline
+from poseidon.timeline import Activity, Timeline
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -134,6 +134,29 @@ def test_several_ranks_train_like_one_process(tmp_path: Path, task_file: str, pl
     assert outputs[1:] == ["", ""]
     assert "epoch 2 ended at step 8: test accuracy" in outputs[0]
     assert re.search(r"^last\.weight +as embedding\.weight", outputs[0], flags=re.MULTILINE)
+
+
+def test_accumulated_passes_train_like_one(tmp_path: Path, task_file: str) -> None:
+    """37 samples, 16 in a step: the last of an epoch has 5, in three passes of one rank and two of the other."""
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    options = {"plan": "all_reduce", "batch": 2, "accumulate": 4, "out": together, "check_replicas": True}
+    run_ranks(2, train_rank, task_file, options, init=False)
+    train(task_file, batch=16, out=alone)
+
+    assert len(read_losses(together)) == 2 * 3
+    assert read_losses(together) == pytest.approx(read_losses(alone), abs=1e-5)
+    expected = read_model(task_file, alone)
+    for name, value in read_model(task_file, together).items():
+        assert torch.allclose(value, expected[name], atol=1e-5), name
+    facts = json.loads((together / "run.json").read_text())
+    assert (facts["options"]["batch_size"], facts["options"]["accumulate"]) == (8, 4)
+    assert facts["baseline"]["batch_size"] == 8
+    passes = [
+        sum(interval.activity is Activity.BACKWARD for interval in step.intervals)
+        for step in Timeline.load(together / "timeline.jsonl").steps
+        if step.rank == 0
+    ]
+    assert passes == [4, 4, 3] * 2
 
 
 def test_the_folder_is_complete(tmp_path: Path, task_file: str) -> None:

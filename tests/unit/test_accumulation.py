@@ -1,14 +1,16 @@
 """Several backward passes to one exchange: what a step is then, which scheme wins, and what hides it."""
 
 import pytest
+import torch
 
 from poseidon.comm import AllReduce, ShardedServer, SparseRows, SufficientFactor
-from poseidon.errors import ProfileError
+from poseidon.errors import ConfigError, ProfileError
 from poseidon.plan import Plan, uniform_plan
 from poseidon.planner.explain import what_it_does
 from poseidon.planner.memory import memory_of
 from poseidon.planner.search import search_plan
 from poseidon.profile.graph import GradientStructure
+from poseidon.runtime.trainer import split
 from poseidon.simulator import simulate
 from poseidon.timeline import Activity
 from support.models_as_data import dense, linear, model, rates
@@ -119,3 +121,14 @@ def test_factors_of_earlier_passes_wait_in_memory():
             if s.kind != "all_reduce"
         )
         assert memory_of(plan, FOUR).buffers - own == waiting
+
+
+def test_a_batch_is_divided_by_samples():
+    batch = (torch.arange(10).view(5, 2), torch.arange(5))
+    parts = split(batch, 5, 3)
+    assert [size for _, size in parts] == [2, 2, 1]
+    assert torch.equal(torch.cat([part[0] for part, _ in parts]), batch[0])
+    assert torch.equal(torch.cat([part[1] for part, _ in parts]), batch[1])
+    assert split(batch, 5, 1) == [(batch, 5)]
+    with pytest.raises(ConfigError, match=r"5 samples among 2 backward passes: it has a tensor of shape \(3,\)"):
+        split((*batch, torch.zeros(3)), 5, 2)

@@ -65,8 +65,9 @@ def train(
         Shares, typer.Option(help="speed gives ranks that compute faster more samples, and adapts that on the way.")
     ] = "equal",
     batch: Annotated[
-        int | None, typer.Option(help="Samples per rank and step; the task's own if not given.", min=1)
+        int | None, typer.Option(help="Samples per rank and backward pass; the task's own if not given.", min=1)
     ] = None,
+    accumulate: Annotated[int, typer.Option(help="Backward passes to one exchange and update.", min=1)] = 1,
     epochs: Annotated[int | None, typer.Option(help="The task's own if not given.", min=1)] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this many steps.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the first weights and the order of the samples.", min=0)] = 0,
@@ -115,11 +116,12 @@ def train(
     schedule = Schedule(
         epochs=epochs or chosen.epochs,
         max_steps=steps,
-        batch_size=batch or chosen.batch_size,
+        batch_size=accumulate * (batch or chosen.batch_size),
+        accumulate=accumulate,
         seed=seed,
         check_replicas=check_replicas,
     )
-    chosen = as_virtual(chosen, virtual, schedule.batch_size)
+    chosen = as_virtual(chosen, virtual, schedule.batch_size // accumulate)
     options = {
         "task": task,
         "plan": plan,

@@ -12,6 +12,7 @@ from poseidon.planner.shares import describe_shares, propose_shares
 from poseidon.planner.space import label
 from poseidon.planner.what_if import WhatIf, bottleneck, faster_resources, larger_batch
 from poseidon.profile.graph import ModelProfile
+from poseidon.profile.structure import COMPILED
 from poseidon.simulator import Simulation, simulate
 from poseidon.timeline import Activity
 from poseidon.units import format_bandwidth, format_bytes, format_seconds, format_traffic
@@ -50,6 +51,7 @@ def explain(profile: ModelProfile, plan: Plan, rates: Rates, scalings: Sequence[
     return [
         *sentences,
         what_it_waits_for(profile, plan, rates, simulation),
+        *([f"a part of the model is compiled: {COMPILED}"] if profile.is_compiled and plan.world_size > 1 else []),
         *_what_shares_help(profile, plan, rates),
         *_what_helps(profile, plan, rates, scalings),
     ]

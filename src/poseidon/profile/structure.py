@@ -63,6 +63,23 @@ def compiled_blocks(model: nn.Module) -> list[str]:
     return blocks
 
 
+def say_compiled(model: nn.Module) -> str:
+    """What compiling costs a run, in words; nothing where no part is compiled."""
+    blocks = compiled_blocks(model)
+    if not blocks:
+        return ""
+    first = blocks[0] or "the model"
+    what = f"{first} and {len(blocks) - 1} more parts are" if len(blocks) > 1 else f"{first} is"
+    return f"{what} compiled: {COMPILED}"
+
+
+COMPILED = (
+    "what is inside gets its gradients together, at the end of its own backward pass, so that their transfers overlap "
+    "only with what backward reaches after it; and they travel dense"
+)
+"""What that means for a run."""
+
+
 def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 

@@ -24,7 +24,7 @@ from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import TAGS_PER_EXCHANGE, BoundLayer, CommScheme, Exchange, StepState, Transfer
 from poseidon.errors import CommError, ConfigError, InfeasibleError
 from poseidon.plan import Plan, PredictedStep
-from poseidon.profile.structure import owned_parameters, profile_structure
+from poseidon.profile.structure import owned_parameters, profile_structure, say_compiled
 from poseidon.runtime.batch_norm import SyncedBatchNorms
 from poseidon.runtime.buffers import Buffers
 from poseidon.runtime.claims import Claim, check_unclaimed
@@ -165,6 +165,8 @@ class Run:
             self._step_hooks[one] = hooks
             self._optimizer_handles += [hooks, state_hook]
         self._bind()
+        if text := say_compiled(model):
+            self.note("compiled", text)
         if names := self._batch_norms.sync(nn.SyncBatchNorm):
             self.note("noticed", f"nn.SyncBatchNorm is computed as after sync_batch_norm(): {', '.join(names)}")
 

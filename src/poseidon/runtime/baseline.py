@@ -75,7 +75,7 @@ def _train_alone(task: Task, schedule: Schedule, device: torch.device, note: str
     model.train()
     began = time.monotonic()
     for share, batch in timed(run.recorder, _some_batches(task, schedule)):
-        take_step(task, run, share, batch)
+        take_step(task, run, share, batch, schedule.accumulate)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # as the wait for the exchange does in the run
         counted = run.num_exchanges - WARM_UP_STEPS

@@ -1,6 +1,7 @@
 """The step loop for a Task: the same on one rank and on many."""
 
 import json
+from contextlib import nullcontext
 from itertools import islice
 
 import torch
@@ -8,6 +9,7 @@ from pydantic import Field
 
 from poseidon.artifact import Value
 from poseidon.comm.group import Group
+from poseidon.errors import ConfigError
 from poseidon.runtime.attach import Run
 from poseidon.runtime.data import Share, Shares, batches
 from poseidon.runtime.ledger import Ledger, Watcher
@@ -24,6 +26,8 @@ class Schedule(Value):
     """Stop after this many steps, even within an epoch."""
     batch_size: int = Field(ge=1)
     """Samples per rank and step."""
+    accumulate: int = Field(default=1, ge=1)
+    """Backward passes that these are divided among, with one exchange and one update at the end."""
     seed: int = Field(default=0, ge=0)
     """Of the order of the samples."""
     check_replicas: bool = False
@@ -78,7 +82,7 @@ def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome
         portions.begin_epoch()
         loaded = batches(data, shares.epoch(epoch, portions=portions), collate=task.collate)
         for share, batch in islice(timed(run.recorder, loaded), num_steps - ledger.num_steps):
-            ledger.note(epoch, share, take_step(task, run, share, batch))
+            ledger.note(epoch, share, take_step(task, run, share, batch, schedule.accumulate))
             watcher.on_step(ledger.num_steps)
         ledger.combine()
         run.sync_buffers()
@@ -90,8 +94,15 @@ def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome
     return Outcome(scores=scores, num_steps=ledger.num_steps, num_samples=ledger.num_samples, seconds=ledger.seconds)
 
 
-def take_step(task: Task, run: Run, share: Share, batch: Batch | None) -> torch.Tensor | None:
-    """One forward, backward and update; a rank without samples only takes part in the exchange.
+def take_step(task: Task, run: Run, share: Share, batch: Batch | None, accumulate: int = 1) -> torch.Tensor | None:
+    """Forward, backward and one update; a rank without samples only takes part in the exchange.
+
+    Args:
+        task: The loss.
+        run: Model, optimizer and ranks.
+        share: Which samples of the global batch these are.
+        batch: The samples; None if this rank has none.
+        accumulate: Backward passes that they are divided among; fewer where all ranks have few.
 
     Returns:
         This rank's mean loss, a scalar; None if it had no samples.
@@ -104,12 +115,41 @@ def take_step(task: Task, run: Run, share: Share, batch: Batch | None) -> torch.
     if batch is None:
         run.empty_step()
     else:
-        loss = task.loss(run.model, to_device(batch, device_of(run.model)))
-        run.recorder.add_since_last(Activity.FORWARD, "loss")
-        run.weight(len(share.indices))
-        loss.backward()
+        num_passes = min(accumulate, -(-share.global_count // run.group.world_size))  # of the rank that has most
+        loss = _pass_by_pass(task, run, to_device(batch, device_of(run.model)), len(share.indices), num_passes)
     run.optimizer.step()
     return loss
+
+
+def _pass_by_pass(task: Task, run: Run, batch: Batch, count: int, num_passes: int) -> torch.Tensor:
+    """Accumulates the gradient of the mean loss over `count` samples; the last of the passes exchanges it."""
+    parts = split(batch, count, min(num_passes, count))
+    losses = []
+    for number, (part, size) in enumerate(parts, 1):
+        with run.no_sync() if number < len(parts) else nullcontext():
+            loss = task.loss(run.model, part)
+            run.recorder.add_since_last(Activity.FORWARD, "loss")
+            run.weight(size)
+            (loss / num_passes).backward()
+        losses.append(loss.detach() * (size / count))
+    return torch.stack(losses).sum()
+
+
+def split(batch: Batch, count: int, num_parts: int) -> list[tuple[Batch, int]]:
+    """A batch of so many samples in parts, each with its number of samples.
+
+    Raises:
+        ConfigError: The batch is not made of tensors with one row for each sample.
+    """
+    if num_parts == 1:
+        return [(batch, count)]
+    if odd := [tuple(tensor.shape) for tensor in batch if not tensor.dim() or len(tensor) != count]:
+        raise ConfigError(
+            f"cannot divide a batch of {count} samples among {num_parts} backward passes: it has a tensor of shape "
+            f"{odd[0]}, which is not one row for each sample; accumulate in a loop of your own with run.no_sync()"
+        )
+    rows = torch.arange(count).tensor_split(num_parts)
+    return [(tuple(tensor[part[0] : part[-1] + 1] for tensor in batch), len(part)) for part in rows]
 
 
 def evaluate(task: Task, model: torch.nn.Module, data: Samples, group: Group, batch_size: int) -> dict[str, float]:
