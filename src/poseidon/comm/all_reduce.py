@@ -13,7 +13,7 @@ from torch import nn
 
 from poseidon.cluster.rates import Rates
 from poseidon.comm.bucket import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, split_into_buckets
-from poseidon.comm.capture import LATE_ADDITION, Additions, on_gradient
+from poseidon.comm.capture import LATE_ADDITION, Accumulated, Additions, on_gradient
 from poseidon.comm.group import Group, Pending
 from poseidon.comm.scheme import (
     BoundLayer,
@@ -159,6 +159,11 @@ class BucketExchange(Exchange):
         self._weighing = step.weighing
         self._additions = Additions(len(parameters))
         self._made = [0.0] * len(parameters)
+        self._earlier: dict[int, torch.Tensor] | None = None
+        """By a parameter's number, the mean of earlier exchanges, to which this one adds; None until the first pass."""
+        self._noted: dict[int, Accumulated] = {}
+        """The same parameters' gradients as the last pass has left them."""
+        self._is_passing = False
         flat = self.bucket.flat
         dtype = wire_dtype(wire, flat.dtype)
         self._on_wire = flat if dtype == flat.dtype else torch.empty_like(flat, dtype=dtype)
@@ -198,6 +203,27 @@ class BucketExchange(Exchange):
                 f"exchange {self.step.index}; {LATE_ADDITION}"
             )
 
+    def begin_backward(self) -> None:
+        """A mean that lies in `p.grad` already is no part of this rank's gradient, and no items count for it."""
+        if not self.step.weighing.by_items:
+            return
+        self._is_passing = True
+        if self._earlier is not None:
+            self._earlier = {i: gradient for i, gradient in self._earlier.items() if not self._noted[i].is_forgotten}
+            return
+        self._earlier = {}
+        for index, (parameter, view) in enumerate(zip(self.bucket.parameters, self.bucket.views, strict=True)):
+            gradient = parameter.grad
+            if gradient is not None and not gradient.is_sparse:
+                self._earlier[index] = view.clone() if gradient is view else gradient
+                parameter.grad = view.zero_()
+
+    def end_unsynced(self) -> None:
+        """Until the next pass only the loop touches the gradients."""
+        self._is_passing = False
+        views = self.bucket.views
+        self._noted = {i: Accumulated(self.parameters[i], views[i].zero_) for i in self._earlier or ()}
+
     def _take(self, index: int) -> None:
         """Leaves this rank's share of the mean in the bucket, and the view in `p.grad` where there was a gradient."""
         parameter, view = self.bucket.parameters[index], self.bucket.views[index]
@@ -213,6 +239,8 @@ class BucketExchange(Exchange):
 
     def flush(self) -> None:
         """What backward did not reach counts as zero here; other ranks may have reached it."""
+        if not self._is_passing:
+            self.begin_backward()
         if not self._transfer.ready.is_set():
             for index in sorted(self._additions.missing):
                 self._take(index)
@@ -248,6 +276,12 @@ class BucketExchange(Exchange):
             for parameter, view, count in zip(self.bucket.parameters, self.bucket.views, self.made, strict=True):
                 if count > 0 and parameter.grad is None:
                     parameter.grad = view
+        self._add_earlier()
+
+    def _add_earlier(self) -> None:
+        for index, gradient in (self._earlier or {}).items():
+            self.bucket.views[index].add_(gradient)
+        self._earlier = None
 
     def wants_new_order(self) -> bool:
         """Whether some rank voted in this step."""
@@ -257,10 +291,12 @@ class BucketExchange(Exchange):
         """Waits for all gradients again."""
         super().reset()
         self._additions.reset()
+        self._is_passing = False
 
     def detach(self) -> None:
         """Gradients get memory of their own again."""
         super().detach()
+        self._add_earlier()
         for parameter, view in zip(self.bucket.parameters, self.bucket.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
