@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from poseidon.cluster.rates import Rates
@@ -21,6 +20,7 @@ from poseidon.runtime.balance import Balance
 from poseidon.runtime.ignored import ignored_names
 from poseidon.runtime.join import group_of_process
 from poseidon.runtime.monitor import Monitor
+from poseidon.runtime.optimizers import Optimizers
 from poseidon.runtime.options import BufferPolicy, Mean, RunOptions, Shares
 
 __all__ = ["distribute"]
@@ -28,7 +28,7 @@ __all__ = ["distribute"]
 
 def distribute(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     plan: Plan | str | Path = "auto",
     *,
     allow: str = "exact",
@@ -45,7 +45,8 @@ def distribute(
 
     Args:
         model: Built alike on every rank.
-        optimizer: Any `torch.optim` optimizer over the model's parameters; a plan that uses `sharded_server` needs it.
+        optimizer: Any `torch.optim` optimizer over the model's parameters, or several in a list; a plan that uses
+            `sharded_server` needs them.
         plan: `"auto"` watches the first steps, measures the links and searches for the fastest plan; `"all_reduce"` is
             plain all-reduce; a `Plan` or the path of one is used as it is.
         allow: How far the mathematics may bend under `"auto"`: `"exact"`, `"rounded"`, `"compressed"`, `"relaxed"`.
