@@ -96,8 +96,8 @@ class Rank(Side):
     is_alone = False
 
     def __init__(self, situation: Situation, rank: int, world_size: int, scheme: str) -> None:
-        super().__init__(situation, world_size)
-        self.rank, self.scheme = rank, scheme
+        super().__init__(situation, world_size, rank)
+        self.scheme = scheme
         self._runs: dict[str, Run] = {}
         group = Group.of_default(hosts=HOSTS if scheme == "two_level" else [[r] for r in range(world_size)])
         options = RunOptions(mean=situation.mean)

@@ -20,7 +20,7 @@ from poseidon.profile.structure import profile_structure
 COLUMNS = (*SCHEMES, AUTO)
 WORLD_SIZES = (1, 2, 3, 4)
 FAMILY_SECONDS = 500.0
-MOST_FAILURES = 4
+MOST_FAILURES = 5
 """Of one family; beyond that the rest is not run."""
 
 
@@ -69,21 +69,25 @@ def _carries(scheme: str, model: nn.Module, optimizer: torch.optim.Optimizer, wo
 
 @functools.cache
 def verdicts(family: str, world_size: int) -> dict[Combination, Verdict]:
-    """Runs the family on so many ranks, once in a session."""
+    """Of a family on so many ranks, once in a session."""
+    return judge(combinations(family, world_size), world_size)
+
+
+def judge(
+    wanted: Sequence[Combination], world_size: int, most_failures: int = MOST_FAILURES
+) -> dict[Combination, Verdict]:
+    """Runs combinations in the same processes; after one that fails, the next ones in new processes."""
     found: dict[Combination, Verdict] = {}
-    remaining = list(combinations(family, world_size))
+    remaining = list(wanted)
     num_failures = 0
-    while remaining:
+    while remaining and num_failures < most_failures:
         outcomes, failure = _run(world_size, remaining)
         found |= {c: _verdict(of_ranks) for c, of_ranks in zip(remaining, outcomes, strict=False)}
         remaining = remaining[len(outcomes) :]
         if remaining:
             num_failures += 1
             found[remaining.pop(0)] = Verdict(failure=failure)
-        if num_failures > MOST_FAILURES:
-            found |= {c: Verdict(failure=f"not run: {num_failures} others failed before it") for c in remaining}
-            break
-    return found
+    return found | {c: Verdict(failure=f"not run: {num_failures} others failed before it") for c in remaining}
 
 
 def _run(world_size: int, remaining: Sequence[Combination]) -> tuple[list[list[Outcome]], str]:

@@ -28,9 +28,10 @@ class Side(ABC):
     optimizers: dict[str, torch.optim.Optimizer]
     is_alone: ClassVar[bool]
 
-    def __init__(self, situation: "Situation", world_size: int) -> None:
+    def __init__(self, situation: "Situation", world_size: int, rank: int = 0) -> None:
         self.situation = situation
         self.world_size = world_size
+        self.rank = rank
         self.index = 0
         """Of the present step."""
         self.records: list[tuple[str, Tensors]] = []

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from types import ModuleType
 
+from tests.equivalence import broken
 from tests.equivalence.situation import Situation
 from tests.equivalence.situations import (
     accumulation,
@@ -31,5 +32,5 @@ FAMILIES: Mapping[str, Mapping[str, type[Situation]]] = {
     module.__name__.rpartition(".")[2]: _situations(module) for module in _FAMILIES
 }
 SITUATIONS: Mapping[str, type[Situation]] = {
-    name: situation for family in FAMILIES.values() for name, situation in family.items()
+    name: situation for family in (*FAMILIES.values(), _situations(broken)) for name, situation in family.items()
 }
