@@ -1,6 +1,7 @@
 """Parameters that come to be trained while a run goes on, and those that go."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -249,6 +250,60 @@ def with_deferred_layers(rank, world_size, scheme):
 )
 def test_newly_trained(check, scheme):
     run_ranks(2, check, scheme)
+
+
+# Anything after anything
+
+
+def change(draw, models, optimizers, rank):
+    """One change of both models; a new layer has other numbers on each rank."""
+    kind = draw.choice(["freeze", "thaw", "thaw all", "replace", "insert", "remove", "nothing"])
+    index = draw.randrange(len(models[0]))
+    seed = draw.randrange(1000)
+    for model, optimizer, own in zip(models, optimizers, (rank, 0), strict=True):
+        torch.manual_seed(seed + own)
+        if kind in ("freeze", "thaw"):
+            model[index].requires_grad_(kind == "thaw")
+        elif kind == "thaw all":
+            model.requires_grad_(True)
+        elif kind == "remove" and len(model) > 2:
+            del model[index]
+        elif kind in ("replace", "insert"):
+            layer = nn.Linear(6, 6)
+            if kind == "replace":
+                model[index] = layer
+            else:
+                model.insert(index, layer)
+            optimizer.add_param_group({"params": [*layer.parameters()]})
+    if not any(p.requires_grad for p in models[0].parameters()):
+        for model in models:
+            model.requires_grad_(True)
+
+
+def any_changes(rank, world_size, scheme, seed):
+    draw = random.Random(seed)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    model[draw.randrange(3)].requires_grad_(False)
+    deferred = scheme != "sharded_server" and draw.random() < 0.5
+    pair = Pair(
+        *(rank, world_size, model, SCHEMES[scheme](), square, features),
+        plan=lambda plan: plan.model_copy(update={"deferred": tuple(plan.schemes)[:1] if deferred else ()}),
+    )
+    for step in range(12):
+        change(draw, (pair.model, pair.alone), (pair.optimizer, pair.optimizer_alone), rank)
+        if draw.random() < 0.3:
+            with pair.run.no_sync():
+                square(pair.model, features(rank, 50 + step)).backward()
+            pair.run.flush()
+        pair.step(step)
+    end(pair)
+
+
+@pytest.mark.parametrize("scheme", SCHEME_CHOICES)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_changes_in_any_order(scheme, seed):
+    run_ranks(2, any_changes, scheme, seed)
 
 
 # Where the loop never calls the model
