@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import logging
 import os
 import pickle
 import signal
@@ -21,13 +22,13 @@ import torch.distributed as dist
 from poseidon.comm import liveness
 from poseidon.errors import PoseidonError
 from poseidon.runtime import comm_thread, join
-from support.programs import WORLD_SIZE, Player, Program, Seen
+from support.programs import WORLD_SIZE, OutOfStepError, Player, Program, Reference, Seen, difference
 from support.ranks import environment_of, forkserver
 
 QUICK = {
     "BEAT_SECONDS": 0.05,
     "SILENT_SECONDS": 1.0,
-    "PATIENCE_SECONDS": 0.5,
+    "PATIENCE_SECONDS": 1.0,
 }
 """Of `liveness`, so that a program that cannot end is told from one that is slow in less than a second."""
 START_SECONDS = 40.0
@@ -42,8 +43,34 @@ class Outcome:
     """The class of what it raised, `died` or `hung`; empty if it came to its end."""
     text: str = ""
     """The message, and where."""
+    num_exchanges: int = 0
+    """How many exchanges the rank has taken part in."""
     is_clear: bool = False
     """Whether the error is one of ours."""
+
+
+def complaint(program: Program, outcomes: list[Outcome]) -> str:
+    """What is wrong with what became of a program; empty if nothing is."""
+    try:
+        expected = Reference(program).play()
+    except OutOfStepError as error:
+        return _complaint_out_of_step(error, outcomes)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error:
+            return f"rank {rank}: {outcome.error}\n" + "\n".join(other.text for other in outcomes)
+        if found := difference(outcome.seen, expected[rank]):
+            return f"rank {rank}: {found}"
+    ends = {outcome.seen[-1].values.tobytes() for outcome in outcomes}
+    if len(ends) > 1:
+        return "the ranks' parameters differ in their last bits"
+    return ""
+
+
+def _complaint_out_of_step(error: OutOfStepError, outcomes: list[Outcome]) -> str:
+    if all(outcome.error and outcome.is_clear for outcome in outcomes):
+        return ""
+    ends = "\n".join(f"{outcome.error or 'no error'}: {outcome.text}" for outcome in outcomes)
+    return f"out of step ({error}), but the ranks end with\n{ends}"
 
 
 class RankPair:
@@ -172,15 +199,18 @@ def _serve(pipe: Connection, environment: dict[str, str], stack_file: Path) -> N
     comm_thread.LOOK_UP_SECONDS = 0.05
     os.environ.update(environment, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
+    logging.getLogger("poseidon").addHandler(logging.NullHandler())  # thousands of programs have much to say
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         group = join.init(max_connections=1)
         pipe.send("ready")
         for program in _programs(pipe):
+            before = group.num_exchanges
             try:
                 outcome = Outcome(Player(group.rank, program, group).play(program.ops[group.rank]))
             except Exception as error:  # noqa: BLE001  # whatever it is, the parent judges it
                 outcome = _told(error)
+            outcome.num_exchanges = group.num_exchanges - before
             if outcome.error:
                 join.shutdown(outcome.text.splitlines()[0])
             with contextlib.suppress(BrokenPipeError):
