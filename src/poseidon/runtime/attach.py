@@ -59,8 +59,8 @@ class Event(TypedDict):
     """Something that was decided or noticed on the way."""
 
     kind: str
-    """`measured`, `planned`, `adopted`, `kept`, `dropped`, `shared`, `noticed`, `expected`,
-    `departed`, `unused` or `trained`."""
+    """`measured`, `planned`, `adopted`, `kept`, `dropped`, `shared`, `noticed`, `compiled`, `expected`, `departed`,
+    `grown`, `overlooked`, `unused` or `trained`."""
     exchange: int
     """How many exchanges lay behind."""
     seconds: float
