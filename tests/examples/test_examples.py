@@ -14,7 +14,7 @@ import torch
 from poseidon.tasks import load_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]  # ranks start cold
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -22,7 +22,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def environment():
     path = [str(EXAMPLES.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
 def run_example(name: str, *options: str, launcher: Sequence[str] = (sys.executable,)) -> str:
@@ -56,7 +56,6 @@ def test_a_script_for_ddp_changes_in_five_lines():
     assert [int(line.rpartition("# ")[2]) for line in added] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.timeout(240)
 def test_a_script_for_ddp_trains_alike_under_poseidon(tmp_path):
     options = ["--epochs", "2", "--out"]
     before = run_example("ddp_script.py", *options, str(tmp_path / "before.pt"), launcher=TORCHRUN)
@@ -69,7 +68,6 @@ def test_a_script_for_ddp_trains_alike_under_poseidon(tmp_path):
         torch.testing.assert_close(same_weights[name], weight, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "num_figures"), [("with_accelerate.py", 6), ("with_fabric.py", 3)])
 def test_two_ranks_train_as_one_process(name: str, num_figures: int):
     alone, together = figures(run_example(name)), figures(run_example(name, launcher=TORCHRUN))
