@@ -9,16 +9,19 @@ from typing import NamedTuple
 
 import torch
 from tests.equivalence.harness import Combination, Outcome, default_dtype, run_combinations
-from tests.equivalence.schemes import AUTO, SCHEMES
+from tests.equivalence.schemes import AUTO, SCHEMES, Maker
 from tests.equivalence.situations import FAMILIES, SITUATIONS
 from tests.support.ranks import run_ranks
 from torch import nn
 
 from poseidon.errors import InfeasibleError
+from poseidon.profile.graph import ModelProfile
 from poseidon.profile.structure import profile_structure
 
 COLUMNS = (*SCHEMES, AUTO)
 WORLD_SIZES = (1, 2, 3, 4)
+FULL = WORLD_SIZES[-1]
+"""Ranks on two hosts with two each."""
 FAMILY_SECONDS = 500.0
 MOST_FAILURES = 5
 """Of one family; beyond that the rest is not run."""
@@ -35,34 +38,31 @@ class Verdict(NamedTuple):
     """What went wrong, where the combination did not come to its end."""
 
 
-@functools.cache
 def combinations(family: str, world_size: int) -> tuple[Combination, ...]:
     """Those of a family in which the scheme carries a layer."""
     return tuple(
         Combination(situation, scheme)
         for situation in FAMILIES[family]
-        for scheme in COLUMNS
-        if applies(situation, scheme, world_size)
+        for scheme in columns(situation)
+        if scheme != "two_level" or world_size == FULL
     )
 
 
 @functools.cache
-def applies(situation: str, scheme: str, world_size: int) -> bool:
-    """Whether some layer of the situation's models can use the scheme."""
+def columns(situation: str) -> tuple[str, ...]:
+    """The schemes that some layer of each of the situation's models can use."""
     kind = SITUATIONS[situation]
-    if scheme in kind.left_out:
-        return False
-    if scheme == AUTO:
-        return bool(kind.steps_under_auto)
     one = kind()
     with default_dtype(one.dtype):
-        models = one.models()
-        return all(_carries(scheme, model, one.optimizer(model), world_size) for model in models.values())
+        bound = [(model, one.optimizer(model), profile_structure(model)) for model in one.models().values()]
+        carrying = [scheme for scheme, make in SCHEMES.items() if all(_carries(make, *models) for models in bound)]
+    carrying += [AUTO] if kind.steps_under_auto else []
+    return tuple(scheme for scheme in carrying if scheme not in kind.left_out)
 
 
-def _carries(scheme: str, model: nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> bool:
+def _carries(make: Maker, model: nn.Module, optimizer: torch.optim.Optimizer, profile: ModelProfile) -> bool:
     try:
-        return SCHEMES[scheme](profile_structure(model), world_size, model, optimizer) is not None
+        return make(profile, FULL, model, optimizer) is not None
     except InfeasibleError:
         return True  # it says so to the script, too
 
