@@ -258,14 +258,14 @@ def uneven(rank, world_size, scheme):
     count = 2 + 2 * rank
     with Join([beside.ddp]):
         for step in range(count):
+            beside.optimizer_ddp.zero_grad()
             beside.loss(beside.ddp, features(rank, step)).backward()
             beside.optimizer_ddp.step()
-            beside.optimizer_ddp.zero_grad()
     with beside.run.join():
         for step in range(count):
+            beside.optimizer.zero_grad()
             beside.loss(beside.model, features(rank, step)).backward()
             beside.optimizer.step()
-            beside.optimizer.zero_grad()
     last = dict(beside.ddp.module.named_parameters())
     for parameter in last.values():  # DDP hands on the parameters of the rank that ran longest
         dist.broadcast(parameter.data, world_size - 1)

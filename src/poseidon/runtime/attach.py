@@ -220,6 +220,9 @@ class Run:
             CommError: Replicas have drifted apart, because `update` is not what the others do.
         """
         num_answered = 0
+        if not self._counting.num_passes:  # the others have zeroed theirs: a loop may do so before each forward pass
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
         self._counting.leaving = True
         try:
             while self._answer():
