@@ -11,9 +11,9 @@ from support.drawn_programs import programs_in_step, programs_out_of_step
 from support.programs import Program, Way
 from support.rank_pair import RankPair, complaint
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
-IN_STEP, OUT_OF_STEP = 100, 6
+IN_STEP, OUT_OF_STEP = 80, 4
 DEADLINE_SECONDS = 20.0
 
 FACTORS = Way(schemes=(("embedding", "sparse_rows"), ("trunk", "sufficient_factor"), ("a", "sufficient_factor")))
