@@ -86,7 +86,7 @@ class ShardedServer(CommScheme):
     def cost(self, layer: LayerSpec, rates: Rates) -> Cost:
         """Half of the bytes when the gradient is ready, half when the optimizer has run on a stretch; copies between.
 
-        The whole gradient is laid out and looked through once. Of the own stretch each rank's part is added as it comes.
+        The whole gradient is laid out and looked through once; to the own stretch others' parts are added as they come.
         """
         world_size = rates.world_size
         half = layer.num_bytes * (world_size - 1) / world_size
