@@ -117,13 +117,13 @@ def _verdict(outcomes: Sequence[Outcome]) -> Verdict:
 def problem(combination: Combination, world_size: int, verdict: Verdict) -> str:
     """What is wrong with it; nothing where it is equal, or refused as it is to be."""
     situation = SITUATIONS[combination.situation]
-    refusal = situation.refused.get(combination.scheme) if world_size > 1 else None
+    refusal = situation.refused.get(combination.scheme)
     if verdict.failure:
         return verdict.failure
-    if refusal is not None:
-        return "" if refusal in verdict.refusal else f"it was to be refused because of {refusal!r}: {verdict.refusal}"
     if verdict.refusal:
-        return verdict.refusal
+        return "" if refusal is not None and refusal in verdict.refusal else verdict.refusal
+    if refusal is not None and world_size > 1:
+        return f"it was to be refused because of {refusal!r}"
     if not verdict.same_bits:
         return "the ranks differ"
     if not verdict.error <= situation.tolerance:
