@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from poseidon.breakdown import StepParts
 from poseidon.comm import SCHEMES
 from poseidon.comm.group import Group
-from poseidon.plan import PredictedStep, uniform_plan
+from poseidon.plan import uniform_plan
 from poseidon.profile.structure import StepWatch, profile_structure
 from poseidon.runtime.adoption import Adoption
 from poseidon.runtime.attach import attach
@@ -18,7 +17,6 @@ from support.steps import Pair, rows
 pytestmark = pytest.mark.multiprocess
 
 PASSES = 4
-PREDICTED = PredictedStep(step_seconds=1.0, parts=StepParts(), samples_per_s=1.0)
 
 
 def make_net():
@@ -195,8 +193,7 @@ def raise_accumulation(rank, world_size):
     def choose(profile, rates, arrival, sparse):
         asked.append((profile.accumulate, profile.batch_size, profile.trainable[0].rows))
         scheme = SCHEMES["sufficient_factor" if profile.accumulate < 4 else "all_reduce"]()
-        plan = uniform_plan(profile, rates.world_size, scheme, arrival=tuple(arrival))
-        return plan.model_copy(update={"predicted": PREDICTED})
+        return uniform_plan(profile, rates.world_size, scheme, arrival=tuple(arrival))
 
     Adoption(run, watch, choose)
     index = 0
@@ -220,10 +217,6 @@ def raise_accumulation(rank, world_size):
         raise AssertionError("not within 80 steps")
 
     until(lambda: run.settled, 2)
-    if run.plan.is_plain:  # the trial may have dropped the plan
-        run.adopt(uniform_plan(run.plan.profile, world_size, SCHEMES["sufficient_factor"]()).model_copy(
-            update={"predicted": PREDICTED}
-        ))  # fmt: skip
     until(lambda: any(event["kind"] == "grown" for event in run.events), 8)
     until(lambda: run.settled, 8)
     run.check_replicas()

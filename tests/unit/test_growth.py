@@ -2,18 +2,17 @@
 
 import pytest
 
-from poseidon.breakdown import StepParts
 from poseidon.comm import SufficientFactor
-from poseidon.plan import PredictedStep, uniform_plan
+from poseidon.plan import uniform_plan
 from poseidon.runtime.growth import LASTING, GrowthWatch
 from support.models_as_data import linear, model
 
-PREDICTED = PredictedStep(step_seconds=1.0, parts=StepParts(), samples_per_s=1.0)
 
-
-def plan_for(num_passes=1, *, predicted=PREDICTED):
-    profile = model([linear("fc", 10, 10, rows=32), linear("head", 4, 10, rows=32)]).accumulated(num_passes)
-    return uniform_plan(profile, 2, SufficientFactor()).model_copy(update={"predicted": predicted})
+def plan_for(num_passes=1, *, batch=32):
+    profile = model([linear("fc", 10, 10, rows=32), linear("head", 4, 10, rows=32)], batch=batch).accumulated(
+        num_passes
+    )
+    return uniform_plan(profile, 2, SufficientFactor())
 
 
 def watching(plan):
@@ -64,8 +63,8 @@ def test_the_same_plan_forgets_nothing_and_another_one_is_learned():
     assert not any(watch.note(8, {}) for _ in range(2 * LASTING))
 
 
-def test_a_plan_without_a_prediction_was_made_for_nothing():
-    watch = watching(plan_for(predicted=None))
+def test_a_plan_without_a_profile_was_made_for_nothing():
+    watch = watching(plan_for(batch=0))
     assert not any(watch.note(8, rows(1024)) for _ in range(2 * LASTING))
 
 

@@ -24,12 +24,12 @@ class GrowthWatch:
         self._lasting = 0
 
     def restart(self, plan: Plan) -> None:
-        """The run goes on under this plan; nothing is expected of one for which nothing was predicted."""
+        """The run goes on under this plan; nothing is expected of one that was made without a profile."""
         self._lasting = 0
         if plan is self._plan:
             return
         self._plan = plan
-        known = plan.predicted is not None
+        known = plan.profile.batch_size > 0
         self._num_passes = plan.profile.accumulate if known else 0
         most = max(plan.loads)  # the rank with most samples has most rows
         self._rows = {name: round(most * layer.rows) for name, layer in plan.layers.items() if known and layer.rows}
