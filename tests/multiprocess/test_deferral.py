@@ -645,7 +645,7 @@ def broken(rank, world_size):
         def fail(_):
             raise ValueError("not this time")
 
-        handle = pair.model.first.weight.register_hook(fail)
+        handle = pair.model.norm.weight.register_hook(fail)
         with pytest.raises(ValueError, match="not this time"):
             square(pair.model, lookups(rank, 3)).backward()
         handle.remove()
