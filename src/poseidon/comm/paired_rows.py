@@ -237,8 +237,8 @@ class PairedRowsExchange(Exchange):
         """Raises InfeasibleError where somebody waits for a gradient that no rank computes alone."""
         if any(has_gradient_hooks(parameter) for parameter in self.parameters):
             raise InfeasibleError(
-                f"layer {self.name!r} has got gradient hooks, which would not be called: its gradient is never computed "
-                "on one rank alone; register them before distribute(), or choose all_reduce for this layer"
+                f"layer {self.name!r} has got gradient hooks, which would not be called: its gradient is never "
+                "computed on one rank alone; register them before distribute(), or choose all_reduce for this layer"
             )
 
     def called(self, first: torch.Tensor) -> Call:
