@@ -93,7 +93,7 @@ def settle(rank, world_size, slow):
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
-    logger = logging.getLogger("poseidon.runtime.attach")
+    logger = logging.getLogger("poseidon.runtime.stepping")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     torch.manual_seed(0)

@@ -453,7 +453,7 @@ def warned(rank, world_size):
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("poseidon.runtime.attach").addHandler(handler)
+    logging.getLogger("poseidon.runtime.stepping").addHandler(handler)
     for name in ("server", "factors"):
         pair = pair_of(rank, world_size, name).steps(1)
         pair.optimizer.state_dict()
