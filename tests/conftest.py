@@ -32,6 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-netns", action="store_true", help="fail unless at least one netns test ran: on CI they must not skip"
     )
+    parser.addoption(
+        "--every-number-of-ranks",
+        action="store_true",
+        help="each situation under each scheme on 1, 2, 3 and 4 ranks, as in docs/equivalence.md: some minutes more",
+    )
 
 
 class NetnsRan:

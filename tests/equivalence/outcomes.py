@@ -22,6 +22,8 @@ COLUMNS = (*SCHEMES, AUTO)
 WORLD_SIZES = (1, 2, 3, 4)
 FULL = WORLD_SIZES[-1]
 """Ranks on two hosts with two each."""
+USUAL = {1: ("all_reduce",), FULL: ("two_level",)}
+"""The schemes that are tried on so many ranks where nothing else is asked for; on other numbers all are."""
 FAMILY_SECONDS = 500.0
 MOST_FAILURES = 5
 """Of one family; beyond that the rest is not run."""
@@ -38,13 +40,14 @@ class Verdict(NamedTuple):
     """What went wrong, where the combination did not come to its end."""
 
 
-def combinations(family: str, world_size: int) -> tuple[Combination, ...]:
-    """Those of a family in which the scheme carries a layer."""
+def combinations(family: str, world_size: int, *, every: bool) -> tuple[Combination, ...]:
+    """Those of a family in which the scheme carries a layer; without `every` the usual ones only."""
     return tuple(
         Combination(situation, scheme)
         for situation in FAMILIES[family]
         for scheme in columns(situation)
         if scheme != "two_level" or world_size == FULL
+        if every or scheme in USUAL.get(world_size, COLUMNS)
     )
 
 
@@ -68,9 +71,9 @@ def _carries(make: Maker, model: nn.Module, optimizer: torch.optim.Optimizer, pr
 
 
 @functools.cache
-def verdicts(family: str, world_size: int) -> dict[Combination, Verdict]:
+def verdicts(family: str, world_size: int, *, every: bool) -> dict[Combination, Verdict]:
     """Of a family on so many ranks, once in a session."""
-    return judge(combinations(family, world_size), world_size)
+    return judge(combinations(family, world_size, every=every), world_size)
 
 
 def judge(

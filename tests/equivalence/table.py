@@ -26,7 +26,7 @@ def run_everything() -> Found:
     """Every combination, two families at a time."""
     wanted = [(family, world_size) for family in FAMILIES for world_size in WORLD_SIZES]
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda one: verdicts(*one), wanted)
+        results = pool.map(lambda one: verdicts(*one, every=True), wanted)
     found: dict[Combination, dict[int, Verdict]] = {}
     for (_, world_size), of_family in zip(wanted, results, strict=True):
         for combination, verdict in of_family.items():

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from poseidon.comm import SCHEMES, AllReduce, ShardedServer, SufficientFactor
+from poseidon.comm.counting import COUNTS_BYTES
 from poseidon.comm.group import Group
 from poseidon.comm.paired_rows import HEADER_BYTES
 from poseidon.plan import uniform_plan
@@ -287,7 +288,7 @@ def test_factors_have_the_bytes_that_the_cost_face_says() -> None:
     profile = ModelProfile(model="one", batch_size=16, layers=(big,))
     for result in run_ranks(2, train, profile, "sufficient_factor", True):
         assert result["planned"] == SufficientFactor().bytes_sent(big, 2) == 16 * 1600 * 4
-        assert result["bytes"] == result["planned"] + 2 * HEADER_BYTES
+        assert result["bytes"] == result["planned"] + 2 * HEADER_BYTES + COUNTS_BYTES
         assert result["shapes"] == [(700, 900), (700,)]
         assert result["seconds"] >= 0.02 + 2 * 0.01, "two ranks' rows are rebuilt"
 

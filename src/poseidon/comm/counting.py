@@ -27,6 +27,8 @@ COUNTS_TAG = 1
 FIRST_GUESS = 32.0
 """Items of a rank and pass before any were counted: only so that what leaves is neither huge nor tiny."""
 _NUMBERS = 6
+COUNTS_BYTES = 8 * _NUMBERS
+"""That a rank sends to each other rank in each step."""
 
 
 class Counting:
