@@ -170,7 +170,7 @@ class SparseRowsExchange(PairedRowsExchange):
         """The sparse gradient summed into one row for each of the call's row numbers; untouched padding stays zero."""
         rows = call.first.view(-1)
         summed = torch.zeros(rows.shape[0], self._module.embedding_dim, dtype=gradient.dtype, device=rows.device)
-        return summed.index_add_(0, torch.searchsorted(rows, gradient._indices()[0]), gradient._values())
+        return summed.index_add_(0, torch.searchsorted(rows, gradient._indices()[0].contiguous()), gradient._values())
 
     def combine(self, firsts: list[torch.Tensor], seconds: list[torch.Tensor]) -> None:
         """The mean over ranks, added up in the order of ranks everywhere."""
