@@ -17,7 +17,7 @@ demo: $(READY) ## four emulated hosts at 1 Gbit/s: race against DDP, then train 
 	@$(BIN)/poseidon train fashion-mnist --hosts 4 --link 1Gbit/s --epochs 3 --check-replicas \
 	  --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
 
-test: $(READY) ## every test that this machine can run
+test: $(READY) ## the tests that this machine can run; all with PYTEST_ARGS=--thorough
 	@echo 'Testing, two at a time: plain tests, ranks on loopback; then one by one what watches time, hosts in namespaces.'
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 

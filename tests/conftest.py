@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -33,9 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require-netns", action="store_true", help="fail unless at least one netns test ran: on CI they must not skip"
     )
     parser.addoption(
-        "--every-number-of-ranks",
+        "--thorough",
         action="store_true",
-        help="each situation under each scheme on 1, 2, 3 and 4 ranks, as in docs/equivalence.md: some minutes more",
+        help="also what is marked thorough, and each situation under each scheme on 1, 2, 3 and 4 ranks: much longer",
     )
 
 
@@ -65,12 +66,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(NetnsRan())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Plain tests first, then ranks on loopback, then hosts with links: what fails early costs least."""
+    if not config.getoption("--thorough") and not _are_named(config):
+        left_out = [item for item in items if item.get_closest_marker("thorough") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
     for item in items:
         if _is_alone(item):
             item.add_marker(pytest.mark.xdist_group("alone"))
     items.sort(key=lambda item: (_is_alone(item), "netns" in item.keywords, "multiprocess" in item.keywords))
+
+
+def _are_named(config: pytest.Config) -> bool:
+    """Whether the command line names files or tests: then all that is named runs."""
+    return any(Path(argument.partition("::")[0]).is_file() for argument in config.args)
 
 
 def _is_alone(item: pytest.Item) -> bool:

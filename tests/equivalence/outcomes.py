@@ -22,8 +22,8 @@ COLUMNS = (*SCHEMES, AUTO)
 WORLD_SIZES = (1, 2, 3, 4)
 FULL = WORLD_SIZES[-1]
 """Ranks on two hosts with two each."""
-USUAL = {1: ("all_reduce",), FULL: ("two_level",)}
-"""The schemes that are tried on so many ranks where nothing else is asked for; on other numbers all are."""
+USUAL = {1: ("all_reduce",), 2: ("all_reduce", "mix"), FULL: ("two_level",)}
+"""The schemes that are tried on so many ranks where nothing else is asked for; on three all are."""
 FAMILY_SECONDS = 500.0
 MOST_FAILURES = 5
 """Of one family; beyond that the rest is not run."""

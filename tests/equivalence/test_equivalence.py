@@ -1,7 +1,7 @@
 """Every situation under every scheme: equal to one process, the same bits on every rank.
 
-On two and three ranks; on one what a run without a network does, on four what two hosts of two ranks do. With
-`--every-number-of-ranks`, as for the page, everything on one to four.
+On three ranks; on two with the schemes of most layers, on one what a run without a network does, on four what two hosts
+of two ranks do. With `--thorough`, as for the page, everything on one to four.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "combination" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--every-number-of-ranks")
+        every = metafunc.config.getoption("--thorough")
         metafunc.parametrize(("family", "world_size", "combination", "every"), list(cases(every=every)))
 
 

@@ -14,7 +14,7 @@ from poseidon.runtime.observation import Observation
 from support.ranks import run_ranks
 from support.steps import Pair, rows
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.thorough]
 
 PASSES = 4
 

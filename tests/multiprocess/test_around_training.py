@@ -15,7 +15,7 @@ from poseidon.runtime.attach import attach
 from support.ranks import run_ranks
 from support.steps import Pair, assert_on_all_ranks, assert_same, rows
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.thorough]
 
 PLANS = {
     "all_reduce": AllReduce(),

@@ -30,6 +30,16 @@ pytestmark = pytest.mark.multiprocess
 SCHEME_CHOICES = ("all_reduce", "sufficient_factor", "sharded_server")
 
 
+def under_each_scheme(rank, world_size, check, *args):
+    """In the same processes, one after the other."""
+    for scheme in SCHEME_CHOICES:
+        try:
+            check(rank, world_size, scheme, *args)
+        except BaseException as error:
+            error.add_note(f"under {scheme}")
+            raise
+
+
 def square(output):
     return output.square().mean()
 
@@ -503,10 +513,9 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("scheme", SCHEME_CHOICES)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_beside_ddp(check, scheme):
-    run_ranks(2, check, scheme)
+def test_beside_ddp(check):
+    run_ranks(2, under_each_scheme, check)
 
 
 @pytest.mark.parametrize("check", [all_frozen], ids=lambda check: check.__name__)

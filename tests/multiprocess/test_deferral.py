@@ -23,7 +23,7 @@ from poseidon.runtime.deferral import StandIn
 from support.ranks import run_ranks
 from support.steps import Pair, assert_same, rows, seeded
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.thorough]
 
 STEPS = 20
 

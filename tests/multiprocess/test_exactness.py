@@ -15,7 +15,7 @@ from support.exactness import (
 )
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.thorough]
 
 
 def train_all(rank, world_size, model_name, batches):

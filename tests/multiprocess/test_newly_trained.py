@@ -20,6 +20,16 @@ pytestmark = pytest.mark.multiprocess
 SCHEME_CHOICES = ("all_reduce", "sufficient_factor", "sharded_server")
 
 
+def under_each_scheme(rank, world_size, check, *args):
+    """In the same processes, one after the other."""
+    for scheme in SCHEME_CHOICES:
+        try:
+            check(rank, world_size, scheme, *args)
+        except BaseException as error:
+            error.add_note(f"under {scheme}")
+            raise
+
+
 def square(model, x):
     return model(x).square().mean()
 
@@ -230,7 +240,6 @@ def with_deferred_layers(rank, world_size, scheme):
     end(pair)
 
 
-@pytest.mark.parametrize("scheme", SCHEME_CHOICES)
 @pytest.mark.parametrize(
     "check",
     [
@@ -248,8 +257,8 @@ def with_deferred_layers(rank, world_size, scheme):
     ],
     ids=lambda check: check.__name__,
 )
-def test_newly_trained(check, scheme):
-    run_ranks(2, check, scheme)
+def test_newly_trained(check):
+    run_ranks(2, under_each_scheme, check)
 
 
 # Anything after anything
@@ -300,10 +309,10 @@ def any_changes(rank, world_size, scheme, seed):
     end(pair)
 
 
-@pytest.mark.parametrize("scheme", SCHEME_CHOICES)
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
-def test_any_changes_in_any_order(scheme, seed):
-    run_ranks(2, any_changes, scheme, seed)
+def test_any_changes_in_any_order(seed):
+    run_ranks(2, under_each_scheme, any_changes, seed)
 
 
 # Where the loop never calls the model

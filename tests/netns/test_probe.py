@@ -69,6 +69,7 @@ def test_every_pair_has_the_rate_that_its_links_allow() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
+@pytest.mark.thorough
 def test_the_command_writes_a_cluster_and_names_the_slow_link(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "poseidon", "probe", "--hosts", "3", "--link", "200Mbit/s"]
     done = subprocess.run(

@@ -13,7 +13,7 @@ from support.rank_pair import RankPair, complaint
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
-IN_STEP, OUT_OF_STEP = 80, 4
+IN_STEP, OUT_OF_STEP = 60, 3
 DEADLINE_SECONDS = 20.0
 
 FACTORS = Way(schemes=(("embedding", "sparse_rows"), ("trunk", "sufficient_factor"), ("a", "sufficient_factor")))

@@ -75,6 +75,7 @@ def test_training_on_one_batch_lowers_its_loss(name: str) -> None:
     assert min(losses[-2:]) < losses[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_alexnet_learns_at_its_published_size() -> None:
     torch.manual_seed(0)
