@@ -100,6 +100,7 @@ def test_a_compiled_model_is_exact_and_says_what_that_costs(hows):
                 assert [text.split(":")[0] for text in said] == [f"{what} is compiled"]
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_finds_its_plan():
     for found in run_ranks(2, train_all, ["before", "part"], "aot_eager", "auto"):
         for events in found.values():

@@ -361,6 +361,7 @@ def example(rank: int, world_size: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_each_run_finds_its_plan_while_the_other_trains() -> None:
     first, second = run_ranks(2, example, init=False)
     assert 0.0 <= first <= 1.0

@@ -129,6 +129,7 @@ def test_however_it_ends_nothing_is_left(number: signal.Signals, code: int) -> N
     assert eventually(lambda: not network_namespaces() & made)
 
 
+@pytest.mark.thorough
 def test_two_labs_at_once_do_not_meet() -> None:
     """Same addresses, same ports, each its own network; the end of one leaves the other alone."""
     seconds = f"86402.{os.getpid()}"

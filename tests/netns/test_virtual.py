@@ -62,6 +62,7 @@ def work() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_wire_hides_behind_slept_seconds() -> None:
     found: dict[str, Any] = {}
 
