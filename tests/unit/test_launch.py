@@ -31,10 +31,11 @@ def launch(script: str, *, num_ranks: int = 2, grace_s: float = 10.0, env: dict[
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether it was true at some moment: a second look may find a process in the middle of its exec, without words."""
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return condition()
+    return met
 
 
 def running(*words: str) -> list[int]:
