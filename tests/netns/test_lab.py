@@ -37,9 +37,9 @@ def lab(*arguments: str, timeout: float = 50) -> subprocess.CompletedProcess[str
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return condition()
+    return met
 
 
 def sleeping(seconds: str) -> int:
