@@ -73,6 +73,18 @@ def default_interface() -> Interface | None:
         return Interface(name=name, address=address, reason="it is the only one beside loopback")
 
 
+def interfaces() -> list[Interface]:
+    """Every card with each of its addresses, IPv4 first as gloo takes it; no link-local ones, which need a zone."""
+    found = [
+        Interface(name=name, address=entry.address.split("%")[0], reason="")
+        for name, entries in psutil.net_if_addrs().items()
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for entry in entries
+        if entry.family == family
+    ]
+    return [card for card in found if not ipaddress.ip_address(card.address).is_link_local]
+
+
 def named_interface(name: str, *, by: str = "GLOO_SOCKET_IFNAME") -> Interface:
     """The card of a name, the first where several are listed.
 

@@ -17,20 +17,11 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from poseidon.cluster.measurements import Interface
 from poseidon.comm.group import Group
 from poseidon.comm.liveness import Liveness
-from poseidon.comm.reach import (
-    check_pairs,
-    default_interface,
-    interface_in_use,
-    interface_to,
-    is_address,
-    is_loopback,
-    loopback_entry,
-    route_to,
-)
+from poseidon.comm.reach import check_pairs
 from poseidon.errors import CommError, ConfigError, PoseidonError
+from poseidon.runtime.interfaces import choose_interface, forget, hint, interface_of_process, seen_from_here
 from poseidon.runtime.surroundings import listed_name
 from poseidon.units import GIB, MIB
 
@@ -110,6 +101,7 @@ def shutdown(reason: str = "") -> None:
             liveness.close(reason)
         made_group = _joined.pop("made_group", False) and dist.is_initialized()
         _joined.clear()
+        forget()
         if made_group and reason:
             _joined["abandoned"] = True  # peers may be gone in the middle of an exchange, which nothing can end
         elif made_group:
@@ -218,7 +210,7 @@ def _join() -> None:
         raise CommError(
             f"rank {rank} could not join the other {world_size - 1} through "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {first_line}; "
-            f"is rank 0 running, and is the port open?{_hint()}"
+            f"is rank 0 running, and is the port open?{hint(os.environ['MASTER_ADDR'])}"
         ) from error
     _joined["made_group"] = True
     _joined["store"] = store
@@ -264,65 +256,9 @@ def _watch() -> Liveness | None:
     return Liveness(lambda: _client(address, port, dist.get_world_size()), dist.get_rank(), dist.get_world_size())
 
 
-def choose_interface(address: str, port: int) -> None:
-    """Names the interface that leads to the rendezvous to gloo and NCCL, unless the user has named one.
-
-    A hosts file may map a host's own name to loopback, where nobody else reaches it. Such an entry is named and not
-    followed.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    chosen = interface_to(address, port)
-    entry = loopback_entry(socket.gethostname()) if spans_hosts() else None
-    if is_loopback(chosen.address) and _is_misled(address):
-        entry = loopback_entry(address) or entry
-        chosen = default_interface() or chosen
-    _joined["interface"] = chosen
-    os.environ["GLOO_SOCKET_IFNAME"] = chosen.name
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", chosen.name)
-    log.info("using interface %s (%s): %s", chosen.name, chosen.address, chosen.reason)
-    if entry is not None and not is_loopback(chosen.address) and _number("LOCAL_RANK", 0) == 0:
-        log.warning(
-            "%s leads the name of this host to loopback, where no other host reaches it; the others are told %s",
-            entry,
-            chosen.address,
-        )
-
-
-def interface_of_process() -> Interface | None:
-    """The card over which this process talks to the other ranks, and why; None where nobody chose one."""
-    chosen: Interface | None = _joined.get("interface")
-    return chosen or interface_in_use()
-
-
-def spans_hosts() -> bool:
-    """Whether the launcher has put ranks on other hosts too, as far as it says."""
-    return "LOCAL_WORLD_SIZE" in os.environ and _number("LOCAL_WORLD_SIZE", 1) < _number("WORLD_SIZE", 1)
-
-
 def _coordinator() -> tuple[str, int]:
     """Address and port of the rendezvous store, seen from this host."""
-    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
-    if _is_misled(address) and (chosen := interface_of_process()) is not None:
-        return chosen.address, port
-    return address, port
-
-
-def _is_misled(name: str) -> bool:
-    """Whether this host takes the name of the rendezvous for its own loopback although ranks are on other hosts."""
-    if not spans_hosts() or name == "localhost" or is_address(name):
-        return False
-    try:
-        return is_loopback(route_to(name))
-    except OSError:
-        return False
-
-
-def _hint() -> str:
-    name = os.environ["MASTER_ADDR"]
-    if not _is_misled(name):
-        return ""
-    return f" {loopback_entry(name) or 'The name service'} leads {name} to this host's own loopback"
+    return seen_from_here(os.environ["MASTER_ADDR"]), _number("MASTER_PORT", 0)
 
 
 def _check_pairs(store: Store, rank: int, world_size: int) -> None:

@@ -9,7 +9,8 @@ from poseidon.cluster.spec import ClusterSpec
 from poseidon.comm.cluster_probe import OnPhase, measure_cluster
 from poseidon.comm.group import Group
 from poseidon.comm.reach import loopback_entry
-from poseidon.runtime.join import group_of_process, interface_of_process
+from poseidon.runtime.interfaces import interface_of_process
+from poseidon.runtime.join import group_of_process
 from poseidon.runtime.surroundings import find_hosts, machine
 
 MAX_CONNECTIONS = 4
