@@ -5,8 +5,7 @@ that cannot be used becomes a `ConfigError` that names the path, the key, the va
 """
 
 import json
-import os
-import tomllib
+import secrets
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +13,10 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from poseidon.errors import ConfigError
+from poseidon.reading import MOST_FILE_BYTES, MOST_TOML_BYTES, parse_json, parse_toml, read_text
+
+MOST_RANKS = 2**16
+"""Of one job, whatever a file says: a thousand times what anybody has trained with Poseidon."""
 
 
 class Value(BaseModel):
@@ -30,14 +33,13 @@ class Artifact(Value):
         """Reads the file form.
 
         Raises:
-            ConfigError: The file is missing, is not valid TOML or JSON, or a key of it cannot be used.
+            ConfigError: The file is missing, is not valid TOML or JSON, exceeds a limit of `reading`, or a key of it
+                cannot be used.
         """
         path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-        return cls.parse(text, source=str(path), toml=path.suffix == ".toml")
+        toml = path.suffix == ".toml"
+        text = read_text(path, MOST_TOML_BYTES if toml else MOST_FILE_BYTES)
+        return cls.parse(text, source=str(path), toml=toml)
 
     @classmethod
     def parse(cls, text: str, *, source: str = "text", toml: bool = False) -> Self:
@@ -46,10 +48,7 @@ class Artifact(Value):
         Raises:
             ConfigError: As `load`.
         """
-        try:
-            data = tomllib.loads(text) if toml else json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"cannot read {source} as {'TOML' if toml else 'JSON'}: {error}") from error
+        data = parse_toml(text, source) if toml else parse_json(text, source)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -70,14 +69,19 @@ class Artifact(Value):
 def write_whole(path: Path, text: str) -> None:
     """Writes a text file so that a reader sees the old one or the new one, never a part.
 
+    The temporary name cannot be foreseen and is always a new file, so that nobody else who may write to the folder can
+    have put a link there.
+
     Raises:
         ConfigError: The folder does not exist or cannot be written to.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
         temporary.replace(path)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from poseidon.artifact import Artifact, Value
+from poseidon.artifact import MOST_RANKS, Artifact, Value
 from poseidon.breakdown import StepParts
 from poseidon.comm import AllReduce, AnyScheme, CommScheme
 from poseidon.errors import InfeasibleError
@@ -51,7 +51,7 @@ class Plan(Artifact):
     """How the gradients of one model cross the network between `world_size` ranks."""
 
     version: int = 1
-    world_size: int = Field(ge=1)
+    world_size: int = Field(ge=1, le=MOST_RANKS)
     profile: ModelProfile
     """The model that the plan is for: its layers in forward order."""
     schemes: dict[str, AnyScheme]

@@ -4,14 +4,17 @@ A timeline is a list of steps of one rank; a step is a list of intervals. The fi
 so that a run that is killed keeps every finished step.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, FiniteFloat, ValidationError
 
-from poseidon.artifact import Value, describe
+from poseidon.artifact import MOST_RANKS, Value, describe
 from poseidon.errors import ConfigError
+from poseidon.reading import MOST_INTEGER, MOST_KEPT_BYTES, read_lines
+from poseidon.units import format_bytes
 
 
 class Activity(StrEnum):
@@ -36,11 +39,11 @@ class Interval(Value):
     activity: Activity
     name: str = ""
     """The layer, bucket or exchange; empty where the activity says all."""
-    start: float
+    start: FiniteFloat
     """Seconds since the epoch on this rank's clock."""
-    end: float
+    end: FiniteFloat
     """Seconds since the epoch on this rank's clock."""
-    num_bytes: int = 0
+    num_bytes: int = Field(default=0, ge=0, le=MOST_INTEGER)
     """Payload that this rank sent, for transfers."""
 
     @property
@@ -52,12 +55,12 @@ class Interval(Value):
 class Step(Value):
     """One training step of one rank."""
 
-    rank: int
-    index: int
+    rank: int = Field(ge=0, lt=MOST_RANKS)
+    index: int = Field(ge=0, le=MOST_INTEGER)
     """Counts exchanges of gradients from zero."""
-    start: float
+    start: FiniteFloat
     """Seconds since the epoch."""
-    end: float
+    end: FiniteFloat
     """Seconds since the epoch."""
     scheme: str = "plan"
     """`observation` while the first steps cross as plain all-reduce, `trial` and `trial_…` while two plans take turns,
@@ -125,25 +128,40 @@ class Timeline(Value):
             last: How many lines at the end to read; all of them if left out.
 
         Raises:
-            ConfigError: The file is missing, or a line that is not the last is no step.
+            ConfigError: The file is missing, a line that is not the last is no step, or there is more to keep than
+                `MOST_KEPT_BYTES`.
         """
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         steps = []
-        first = 0 if last is None else max(0, len(lines) - last)
-        for number, line in enumerate(lines[first:], start=first + 1):
+        lines, first = _last_lines(path, last)
+        for number, line in enumerate(lines, start=first):
             try:
                 steps.append(Step.model_validate_json(line))
             except ValidationError as error:
-                if number < len(lines):
+                if number < first + len(lines) - 1:
                     raise ConfigError(f"cannot use line {number} of {path} as a step: {describe(error)}") from error
         return cls(steps=tuple(steps))
 
     def save(self, path: str | Path) -> None:
         """Writes JSON lines, one step a line."""
         Path(path).write_text("".join(to_line(step) for step in self.steps), encoding="utf-8")
+
+
+def _last_lines(path: str | Path, last: int | None) -> tuple[deque[bytes], int]:
+    """The last lines of a file, all where no number is given, and the number of the first of them."""
+    kept: deque[bytes] = deque()
+    num_bytes = 0
+    first = 1
+    for line in read_lines(path):
+        kept.append(line)
+        num_bytes += len(line)
+        if last is not None and len(kept) > last:
+            num_bytes -= len(kept.popleft())
+            first += 1
+        if num_bytes > MOST_KEPT_BYTES:
+            raise ConfigError(
+                f"cannot read {path}: its steps have more than {format_bytes(MOST_KEPT_BYTES)}, the most that is kept"
+            )
+    return kept, first
 
 
 def to_line(step: Step) -> str:

@@ -7,6 +7,7 @@ say `10Gbit/s`, `64MiB` or `250us`. Networks count in powers of 1000, memory in 
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -38,15 +39,26 @@ def _parse(text: str | int | float, units: dict[str, float] | dict[str, int], wh
     if isinstance(text, bool) or not isinstance(text, str | int | float):
         raise ConfigError(f"cannot read {text!r} as a {what}: write it like {example!r}")
     if not isinstance(text, str):
-        if not 0 <= text < math.inf:
-            raise ConfigError(f"cannot read {text!r} as a {what}: it must be a number of zero or more")
+        if not 0 <= text <= sys.float_info.max:
+            raise ConfigError(f"cannot read {_shown(text)} as a {what}: it must be a number of zero or more")
         return float(text)
     match = _QUANTITY.fullmatch(text)
     number, unit = match.groups() if match else ("", "")
     if unit not in units:
         known = ", ".join(units)
         raise ConfigError(f"cannot read {text!r} as a {what}: use one of the units {known}, for example {example!r}")
-    return float(number) * units[unit]
+    value = float(number) * units[unit]
+    if value == math.inf:
+        raise ConfigError(f"cannot read {text!r} as a {what}: it is more than a number can be")
+    return value
+
+
+def _shown(number: int | float) -> str:
+    return (
+        repr(number)
+        if abs(number) < 10**30 or isinstance(number, float)
+        else f"a whole number of {number.bit_length()} bits"
+    )
 
 
 def parse_seconds(text: str | int | float) -> float:

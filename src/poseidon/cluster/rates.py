@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from poseidon.artifact import Value
+from poseidon.artifact import MOST_RANKS, Value
 from poseidon.cluster.curve import Curve
 from poseidon.units import Bandwidth, FlopsPerSecond, Seconds
 
@@ -32,7 +32,7 @@ class HostRates(Value):
 class Rates(Value):
     """What the ranks of one group have at hand while all of them are busy."""
 
-    world_size: int = Field(ge=1)
+    world_size: int = Field(ge=1, le=MOST_RANKS)
     hosts: tuple[HostRates, ...] = ()
     """Host by host, in the order of ranks; one host per rank, all equal, where nothing is said."""
     all_reduce: dict[int, Curve]

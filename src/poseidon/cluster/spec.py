@@ -29,6 +29,7 @@ from poseidon.units import (
 _PRESETS = Path(__file__).parent / "presets"
 _MOST_HOSTS = 250
 """As many as one emulated switch has addresses for."""
+_MOST_RANKS_PER_HOST = 256
 
 
 def preset_names() -> list[str]:
@@ -109,7 +110,7 @@ class Host(Value):
     """What output lines, errors and options call it."""
     link: Link
     """Its only way to the other hosts."""
-    num_ranks: int = Field(default=1, ge=1)
+    num_ranks: int = Field(default=1, ge=1, le=_MOST_RANKS_PER_HOST)
     """Processes that train on it; they share its link."""
     device: Device | None = None
     """What each of its ranks computes on; None where nobody said."""
@@ -213,8 +214,8 @@ class LinkChange(Value):
     after: Seconds = Field(ge=0)
     """Seconds since the command was started."""
     host: str
-    action: Literal["set", "cut", "restore"]
-    """A new rate, no packet in either direction from now on, or the rate from before the cut."""
+    action: Literal["set", "cut", "cut-up", "cut-down", "restore"]
+    """A new rate; no packet from now on in either direction, from the host or to it; or the rate from before."""
     bandwidth: Bandwidth | None = None
     """Bytes per second in both directions, for `set`."""
 
@@ -226,7 +227,7 @@ class LinkChange(Value):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `5s:host2=10Mbit/s`, `9s:host2=cut` or `12s:host2=restore`.
+        """Reads `5s:host2=10Mbit/s`, `9s:host2=cut`, `9s:host2=cut-up` or `12s:host2=restore`.
 
         Raises:
             ConfigError: The text does not have this form.
@@ -236,8 +237,8 @@ class LinkChange(Value):
         if not (colon and equals and host):
             raise ConfigError(f"cannot read {text!r} as a change of a link: write it like '5s:host2=10Mbit/s'")
         after = parse_seconds(when)
-        if what in ("cut", "restore"):
-            return cls(after=after, host=host, action="cut" if what == "cut" else "restore")
+        if what in ("cut", "cut-up", "cut-down", "restore"):
+            return cls.model_validate({"after": after, "host": host, "action": what})
         return cls(after=after, host=host, action="set", bandwidth=parse_bandwidth(what))
 
 

@@ -17,9 +17,13 @@ import torch.distributed as dist
 
 from poseidon.comm.liveness import Liveness
 from poseidon.errors import CommError, CommTimeoutError, PeerLostError
-from poseidon.units import MIB
+from poseidon.units import GIB, MIB, format_bytes
 
 SPLIT_ABOVE_BYTES = MIB
+MOST_TEXT_BYTES = 64 * MIB
+"""Of one rank's text: a plan or a timeline has a few MiB."""
+MOST_GATHERED_BYTES = 4 * GIB
+"""Of the texts of all ranks together."""
 """A tensor below this size stays on one connection: splitting it would only add messages."""
 
 
@@ -64,6 +68,22 @@ class Layout:
         counts = [len(host) for host in self.hosts]
         ranks = str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
         return f"{len(counts)} host{'s' * (len(counts) > 1)} with {ranks} rank{'s' * (ranks != '1')}"
+
+
+def _longest_text(lengths: Sequence[int], what: str) -> int:
+    """The greatest of the lengths that the ranks announce, before memory is taken for it; the same on every rank.
+
+    Raises:
+        CommError: A rank announces a text that nobody sends, or all of them together are more than a rank may hold.
+    """
+    most = min(MOST_TEXT_BYTES, MOST_GATHERED_BYTES // len(lengths))
+    for rank, length in enumerate(lengths):
+        if not 0 <= length <= most:
+            raise CommError(
+                f"{what} failed: rank {rank} announces a text of {length} bytes, and {format_bytes(most)} are the most "
+                f"that each of {len(lengths)} ranks may send; is it the same version of Poseidon?"
+            )
+    return max(lengths)
 
 
 def host_identity() -> str:
@@ -331,11 +351,11 @@ class Group:
     def _gather_text(self, text: str, what: str) -> list[str]:
         data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
         lengths = self.all_gather(torch.tensor([len(text.encode())]), what)
-        longest = max(1, max(int(length) for length in lengths))
+        longest = max(1, _longest_text([int(length) for length in lengths], what))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: data.numel()] = data[:longest]
         parts = self.all_gather(padded, what)
-        return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(parts, lengths, strict=True)]
+        return [p[: int(n)].numpy().tobytes().decode() for p, n in zip(parts, lengths, strict=True)]
 
     def broadcast_text(self, text: str, what: str = "sending the plan") -> str:
         """Rank 0's text on every rank."""

@@ -4,21 +4,21 @@ A run that was killed has no result and no merged timeline; what it has is read 
 missing.
 """
 
-import json
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from poseidon.artifact import describe
 from poseidon.cluster.rates import Rates
 from poseidon.errors import ConfigError
 from poseidon.plan import Plan
+from poseidon.reading import parse_json, read_lines, read_text
 from poseidon.runtime.baseline import Baseline
 from poseidon.runtime.clocks import Clocks
 from poseidon.runtime.ledger import StepResult
@@ -28,6 +28,8 @@ from poseidon.timeline import Step, Timeline
 
 READ_STEPS = 200
 """The last steps of every rank that are read: enough for medians, and little enough for a page."""
+MOST_RESULTS = 1_000_000
+"""The last lines of `steps.jsonl` that are read."""
 FEW_STEPS = 5
 """Fewer than that are said to be few."""
 CHANGES = ("adopted", "kept", "dropped")
@@ -146,28 +148,39 @@ def exchange_of(transfer: str) -> str:
 
 def _read_facts(folder: Path) -> Facts:
     path = folder / "run.json"
-    try:
-        return Facts.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not path.is_file():
         raise ConfigError(
-            f"cannot report on {folder}: {path.name} is not there ({error.strerror}); give a folder that "
-            "`poseidon train --out` has written"
-        ) from error
+            f"cannot report on {folder}: {path.name} is not there; give a folder that `poseidon train --out` has "
+            "written"
+        )
+    facts = parse_json(read_text(path), path, finite=False)
+    try:
+        return Facts.model_validate(facts)
     except ValidationError as error:
         raise ConfigError(f"cannot use {path} as the facts of a run: {describe(error)}") from error
 
 
+class _ResultLine(StepResult):
+    """A line of `steps.jsonl`: a loss that is no number stands as null, and what follows from the rest is there too."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _null_is_no_number(cls, value: Any) -> Any:
+        return math.nan if value is None else value
+
+
 def _read_results(path: Path) -> list[StepResult]:
-    """A last line that a crash cut short is left out."""
-    results = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    """A last line that a crash cut short is left out; more than the last `MOST_RESULTS` are not kept."""
+    lines = deque(enumerate(read_lines(path), start=1) if path.exists() else (), maxlen=MOST_RESULTS)
+    results: list[StepResult] = []
+    for number, line in lines:
         try:
-            values = json.loads(line)
-        except ValueError:
-            break
-        loss = math.nan if values["loss"] is None else values["loss"]
-        fields = {name: values[name] for name in StepResult.model_fields if name != "loss"}
-        results.append(StepResult(loss=loss, **fields))
+            results.append(_ResultLine.model_validate_json(line))
+        except ValidationError as error:
+            if number < lines[-1][0]:
+                raise ConfigError(f"cannot use line {number} of {path} as a step: {describe(error)}") from error
     return results
 
 

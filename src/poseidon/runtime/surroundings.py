@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import torch
+from pydantic import Field
 
-from poseidon.artifact import Value
+from poseidon.artifact import MOST_RANKS, Value
 from poseidon.comm.group import Group
 
 _HOSTS_FILE = Path("/etc/hosts")
@@ -23,8 +24,8 @@ class Surroundings(Value):
 
     torch: str = torch.__version__
     python: str = platform.python_version()
-    world_size: int
-    hosts: int
+    world_size: int = Field(ge=1, le=MOST_RANKS)
+    hosts: int = Field(ge=1, le=MOST_RANKS)
     """As the launcher counts them; emulated ones count too."""
     cores: int
     """Of all machines that the hosts are on."""

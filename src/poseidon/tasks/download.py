@@ -20,7 +20,7 @@ from typing import BinaryIO
 from urllib.response import addinfourl
 
 from poseidon.errors import ConfigError
-from poseidon.units import MIB, format_bytes
+from poseidon.units import GIB, MIB, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,11 @@ SILENCE_SECONDS = 30.0
 """How long a server may say nothing."""
 PATIENCE_SECONDS = 1800.0
 """How long to wait for another process that downloads the same file."""
+MOST_BYTES = 64 * GIB
+"""Of a file, and of what is inside it: neither a server that never ends nor a gzipped bomb fills disk or time."""
 _POLL_SECONDS = 0.1
+_LONGEST_HOLDER = 400
+"""Of what a lock file says about who holds it."""
 _SAY_SECONDS = 5.0
 """Between two lines on how far a download is."""
 
@@ -81,7 +85,7 @@ def cache_folder() -> Path:
 def _fetch(url: str, path: Path, sha256: str, unpacked: bool) -> None:
     part = path.with_name(f".{path.name}.part")
     try:
-        with open(part, "wb") as file:
+        with open(part, "wb", opener=_no_link) as file:
             _copy(url, file)
             file.flush()
             os.fsync(file.fileno())
@@ -103,11 +107,15 @@ def _copy(url: str, file: BinaryIO) -> None:
     num_bytes = 0
     with _reading(url) as response:
         length = response.headers.get("Content-Length")
-        total = f" of {format_bytes(int(length))}" if length else ""
+        total = f" of {format_bytes(int(length))}" if length and length.isdecimal() else ""
         log.info("downloading %s%s", url, total.replace(" of", ",", 1))
         while chunk := response.read(MIB):
-            file.write(chunk)
             num_bytes += len(chunk)
+            if num_bytes > MOST_BYTES:
+                raise ConfigError(
+                    f"cannot download {url}: it goes on after {format_bytes(MOST_BYTES)}, the most that is kept"
+                )
+            file.write(chunk)
             if time.monotonic() - said > _SAY_SECONDS:
                 said = time.monotonic()
                 log.info("downloading %s: %s%s", url, format_bytes(num_bytes), total)
@@ -132,7 +140,7 @@ def _reading(url: str) -> Iterator[addinfourl]:
 @contextmanager
 def _alone(path: Path, url: str, patience: float) -> Iterator[None]:
     """Holds the lock of a file among the processes of this machine; it goes with the process that holds it."""
-    with open(path.with_name(f".{path.name}.lock"), "a+", encoding="utf-8") as lock:
+    with open(path.with_name(f".{path.name}.lock"), "a+", encoding="utf-8", opener=_no_link) as lock:
         _acquire(lock.fileno(), lock.name, url, patience)
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -147,7 +155,7 @@ def _acquire(descriptor: int, name: str, url: str, patience: float) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = Path(name).read_text(encoding="utf-8") or "another process"
+            holder = _first_line(Path(name)) or "another process"
             if not waited:
                 log.info("waiting for %s, which downloads %s", holder, url)
             waited = True
@@ -161,6 +169,16 @@ def _acquire(descriptor: int, name: str, url: str, patience: float) -> None:
             return
 
 
+def _no_link(path: str, flags: int) -> int:
+    """Opens a file of ours, and no other that somebody has put a link to in its place."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _first_line(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline(_LONGEST_HOLDER)
+
+
 def _digest_of(path: Path, unpacked: bool) -> str:
     """SHA-256 of a file, or of what is inside; empty where there is none, or where it cannot be unpacked."""
     if not path.is_file():
@@ -168,8 +186,12 @@ def _digest_of(path: Path, unpacked: bool) -> str:
     digest = hashlib.sha256()
     try:
         with gzip.open(path) if unpacked else open(path, "rb") as file:
+            num_bytes = 0
             while chunk := file.read(MIB):
                 digest.update(chunk)
+                num_bytes += len(chunk)
+                if num_bytes > MOST_BYTES:
+                    return ""
     except (EOFError, zlib.error, gzip.BadGzipFile):
         return ""
     return digest.hexdigest()

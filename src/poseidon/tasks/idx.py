@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from poseidon.errors import ConfigError
+from poseidon.reading import read_stream
+from poseidon.units import GIB
 
+MOST_BYTES = 4 * GIB
+"""Of the content, after decompression: what a small gzipped file may grow to, and no more."""
 _UNSIGNED_BYTES = 0x08
 _HEADER_BYTES = 4
 _DIMENSION_BYTES = 4
@@ -27,7 +31,7 @@ def read_idx(path: Path, *, sha256: str | None = None) -> Tensor:
 
     Raises:
         ConfigError: The file cannot be read, is not an IDX file of bytes, has another length than its header says,
-            or another checksum than expected.
+            another checksum than expected, or more than `MOST_BYTES`.
     """
     content = _content(path)
     found = hashlib.sha256(content).hexdigest()
@@ -48,8 +52,10 @@ def read_idx(path: Path, *, sha256: str | None = None) -> Tensor:
 
 def _content(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content
+        with path.open("rb") as file:
+            is_gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+            file.seek(0)
+            return read_stream(gzip.GzipFile(fileobj=file) if is_gzipped else file, path, MOST_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path}: {reason}; install or copy it again") from error
