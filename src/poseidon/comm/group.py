@@ -167,6 +167,7 @@ class Group:
         """The group whose sibling this is; itself where it is none's."""
         self._siblings: list[Group] = []
         self._side: Group | None = None
+        self._background: Group | None = None
         self._has_run = False
         self._traffic = Traffic()
         self.takes_short_messages = not self._groups or self._groups[0].name() == "gloo"
@@ -195,7 +196,7 @@ class Group:
         """Lets go of the process groups: while something holds them, their threads outlive the interpreter's end."""
         for sibling in self._siblings:
             sibling.close()
-        self._siblings, self._side = [], None
+        self._siblings, self._side, self._background = [], None, None
         self._groups, self._lanes = [], []
 
     @property
@@ -249,6 +250,17 @@ class Group:
         if root._side is None:
             root._side = root._sibling(1)
         return root._side
+
+    def background(self) -> "Group":
+        """A sibling for what one thread sends beside the training, in the same order on every rank; one for all runs.
+
+        Its waiting is not told to the others: the training is what they wait for. Made by all ranks together.
+        """
+        root = self.root
+        if root._background is None:
+            root._background = root._sibling(1)
+            root._background.liveness = None
+        return root._background
 
     def _sibling(self, num_connections: int) -> "Group":
         made: list[dist.ProcessGroup] = []
