@@ -167,7 +167,6 @@ class Group:
         """The group whose sibling this is; itself where it is none's."""
         self._siblings: list[Group] = []
         self._side: Group | None = None
-        self._background: Group | None = None
         self._has_run = False
         self._traffic = Traffic()
         self.takes_short_messages = not self._groups or self._groups[0].name() == "gloo"
@@ -196,7 +195,7 @@ class Group:
         """Lets go of the process groups: while something holds them, their threads outlive the interpreter's end."""
         for sibling in self._siblings:
             sibling.close()
-        self._siblings, self._side, self._background = [], None, None
+        self._siblings, self._side = [], None
         self._groups, self._lanes = [], []
 
     @property
@@ -252,15 +251,13 @@ class Group:
         return root._side
 
     def background(self) -> "Group":
-        """A sibling for what one thread sends beside the training, in the same order on every rank; one for all runs.
+        """A new sibling for what one thread sends beside the training; made by all ranks together.
 
-        Its waiting is not told to the others: the training is what they wait for. Made by all ranks together.
+        Its waiting is not told to the others: the training is what they wait for. Ends with `return_from_run`.
         """
-        root = self.root
-        if root._background is None:
-            root._background = root._sibling(1)
-            root._background.liveness = None
-        return root._background
+        sibling = self.root._sibling(1)
+        sibling.liveness = None
+        return sibling
 
     def _sibling(self, num_connections: int) -> "Group":
         made: list[dist.ProcessGroup] = []
