@@ -34,10 +34,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from poseidon.artifact import Value, describe
-from poseidon.errors import CheckpointError
+from poseidon.errors import CheckpointError, ConfigError
+from poseidon.reading import parse_json
 from poseidon.runtime.packing import pack, unpack
 from poseidon.runtime.tensor_file import PIECE, pieces, read_tensors
 from poseidon.units import MIB, format_bytes
@@ -56,7 +57,7 @@ _STEP_FOLDER = re.compile(r"step-([0-9]{9,18})(?:-([0-9]{1,9}))?")
 _LEFTOVER = re.compile(_STEP_FOLDER.pattern + r"\.(?:partial|trash)")
 _PART_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}"
 _REASONS = {
-    errno.ENOSPC: "the disk is full",
+    errno.ENOSPC: "the disk is full; what was saved before is intact",
     errno.EDQUOT: "the quota of this user is used up",
     errno.EFBIG: "the limit on the size of a file is reached",
     errno.EROFS: "the file system is read-only",
@@ -93,7 +94,7 @@ class Manifest(Value):
     """After which its state was."""
     time: float
     """When it was complete, in seconds since 1970."""
-    facts: dict[str, Any]
+    facts: dict[str, JsonValue]
     """What the caller wants known before any part is read: `world_size`, and `score` where there is one."""
     entries: tuple[Entry, ...]
     """All parts, those on other hosts too."""
@@ -130,8 +131,9 @@ class Found:
 
     @property
     def world_size(self) -> int:
-        """Of how many ranks it is the state."""
-        return int(self.facts.get("world_size", 1))
+        """Of how many ranks it is the state; one, where the writer did not say."""
+        world_size = self.facts.get("world_size")
+        return world_size if isinstance(world_size, int) else 1
 
     @property
     def score(self) -> float | None:
@@ -222,6 +224,8 @@ class Shelf:
         Raises:
             CheckpointError: The folder cannot be written to.
         """
+        if step < 0:
+            raise CheckpointError(f"cannot begin a checkpoint of step {step}: steps count from 0")
         draft = Draft(self, step)
         with _explained(f"begin the checkpoint of step {step} in {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -300,12 +304,16 @@ class Shelf:
             try:
                 # Of the process, and not inherited: workers of a loader that outlive a killed rank do not hold it.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except (BlockingIOError, PermissionError) as error:
                 file.seek(0)
                 who = file.read(200).strip() or "unknown"
                 raise CheckpointError(
                     f"cannot save into {self.path}: another run does ({who}); end it or name another folder"
                 ) from error
+            except OSError as error:
+                logger.warning(
+                    "cannot lock %s (%s): see to it that no other run saves there", self.path, _reason(error)
+                )
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
@@ -329,7 +337,7 @@ class Shelf:
         with _explained(f"remove the checkpoint {path}"):
             trash = path.with_name(f"{path.name}.trash")
             path.rename(trash)
-            shutil.rmtree(trash)
+        shutil.rmtree(trash, ignore_errors=True)  # what stays, the next one that begins removes
 
 
 _LOCKED: set[Path] = set()
@@ -393,7 +401,10 @@ class Draft:
         Raises:
             CheckpointError: A part is not as its writer said, or the manifest cannot be written.
         """
-        manifest = Manifest(step=self.step, time=time.time(), facts=dict(facts), entries=tuple(entries))
+        try:
+            manifest = Manifest(step=self.step, time=time.time(), facts=dict(facts), entries=tuple(entries))
+        except ValidationError as error:
+            raise CheckpointError(f"cannot {self._what}: {describe(error)}") from error
         with _explained(self._what):
             files = {entry.file for entry in entries}
             for path in self.path.iterdir():
@@ -506,10 +517,10 @@ def _read_manifest(folder: Path) -> Manifest:
     if len(text) > MAX_MANIFEST:
         raise CheckpointError(f"its manifest is larger than {format_bytes(MAX_MANIFEST)}")
     try:
-        data = json.loads(text)
+        data = parse_json(text.decode(), "it", finite=False)
         content, digest = data["manifest"], data["sha256"]
         version = content["version"]
-    except (LookupError, RecursionError, TypeError, ValueError) as error:
+    except (ConfigError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"its manifest is torn ({error})") from error
     if version != VERSION:
         raise CheckpointError(f"its format is version {version!r}; this Poseidon reads version {VERSION}")

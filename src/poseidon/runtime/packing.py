@@ -10,6 +10,7 @@ its kind: `["dict", "lr", 0.1, "betas", ["tuple", 0.9, 0.999]]`, `["tensor", "st
 
 import json
 import math
+import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -45,7 +46,8 @@ DTYPES = {
 _PLAIN_INTS = range(-(2**63), 2**63)  # others in hexadecimal: Python reads no decimals of thousands of digits
 _LIST_KINDS: Mapping[type, str] = {list: "list", tuple: "tuple", torch.Size: "size"}
 _DICT_KINDS: Mapping[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-_ARRAY_KINDS = "biufcSUMm"  # of numpy's kinds of dtype, those that are bytes and nothing else
+_ARRAY_DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9a-zA-Zμ]+\])?")  # of numpy's, those that are only bytes
+_ALL_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _DATA = "a checkpoint holds tensors, arrays, numbers, texts, and lists, tuples and dicts of them"
 
 
@@ -74,7 +76,7 @@ def unpack(tensors: Mapping[str, Tensor], structure: str) -> Any:
     """
     try:
         return _Unpacking(tensors).unpack(json.loads(structure))
-    except (ArithmeticError, LookupError, RecursionError, RuntimeError, TypeError, ValueError, struct.error) as error:
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(f"cannot build the saved state: its structure is damaged ({error})") from error
 
 
@@ -136,7 +138,7 @@ class _Packing:
     def _pack_array(self, array: "np.ndarray | np.generic", path: str, name: str) -> list[Any]:
         dtype = array.dtype
         is_plain = isinstance(array, np.generic) or type(array) is np.ndarray
-        if dtype.kind not in _ARRAY_KINDS or not is_plain:
+        if not _ARRAY_DTYPE.fullmatch(dtype.str) or not is_plain:
             raise _refuse(path, f"{type(array).__name__} of {dtype}")
         if isinstance(array, np.generic):
             return ["scalar", dtype.str, array.tobytes().hex()]
@@ -158,7 +160,8 @@ class _Unpacking:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._restrided: dict[Hashable, Tensor] = {}
+        self._used: set[str] = set()
+        self._restrided: dict[str, tuple[list[int], Tensor]] = {}
         self._readers: Mapping[str, Callable[..., Any]] = {
             "tensor": self._tensor,
             "complex": self._complex_tensor,
@@ -181,20 +184,24 @@ class _Unpacking:
         return _LITERALS[kind](*content)
 
     def _tensor(self, name: str, strides: list[int] | None = None) -> Tensor:
-        tensor = self._tensors[name]
-        return tensor if strides is None else self._with_strides("tensor", name, tensor, strides)
+        return self._laid_out(name, self._tensors[name], strides)
 
     def _complex_tensor(self, name: str, strides: list[int] | None = None) -> Tensor:
-        tensor = torch.view_as_complex(self._tensors[name])
-        return tensor if strides is None else self._with_strides("complex", name, tensor, strides)
+        return self._laid_out(name, torch.view_as_complex(self._tensors[name]), strides)
 
-    def _with_strides(self, kind: str, name: str, tensor: Tensor, strides: list[int]) -> Tensor:
-        key = (kind, name, tuple(strides))
-        if key not in self._restrided:
+    def _laid_out(self, name: str, tensor: Tensor, strides: list[int] | None) -> Tensor:
+        """A tensor that was not contiguous, with the strides that it had."""
+        if strides is None:
+            return tensor
+        if name not in self._restrided:
             if not _is_dense(tensor.shape, strides):
-                raise ValueError(f"strides {strides} of {name}")
-            self._restrided[key] = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
-        return self._restrided[key]
+                raise ValueError(f"strides {strides} of {name!r}")
+            own = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+            self._restrided[name] = strides, own
+        known, own = self._restrided[name]
+        if known != strides:
+            raise ValueError(f"{name!r} has two layouts")
+        return own
 
     def _array(self, name: str, dtype: str, shape: list[int]) -> "np.ndarray":
         content = self._content(name)
@@ -205,8 +212,9 @@ class _Unpacking:
 
     def _content(self, name: str) -> "np.ndarray":
         tensor = self._tensors[name]
-        if tensor.dtype != torch.uint8 or tensor.dim() != 1:
-            raise ValueError(f"{name} is no row of bytes")
+        if tensor.dtype != torch.uint8 or tensor.dim() != 1 or name in self._used:
+            raise ValueError(f"{name!r} is no row of bytes, or is used twice")
+        self._used.add(name)
         return tensor.numpy()
 
 
@@ -238,18 +246,10 @@ _SCALARS: Mapping[type, Callable[[Any], Any]] = {
 }
 
 
-def _read_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
-    return found
-
-
 def _dtype_of_array(text: str) -> "np.dtype":
-    dtype = np.dtype(str(text))
-    if dtype.kind not in _ARRAY_KINDS:
-        raise ValueError(f"arrays of {dtype}")
-    return dtype
+    if not _ARRAY_DTYPE.fullmatch(text):
+        raise ValueError(f"arrays of {text!r}")
+    return np.dtype(text)
 
 
 def _pairs(content: list[Any]) -> list[tuple[Any, Any]]:
@@ -276,7 +276,7 @@ _LITERALS: Mapping[str, Callable[..., Any]] = {
     "float": lambda text: struct.unpack("<d", bytes.fromhex(text))[0],
     "number": lambda text: complex(*struct.unpack("<dd", bytes.fromhex(text))),
     "text": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
-    "dtype": _read_dtype,
+    "dtype": lambda name: _ALL_DTYPES[name],
     "device": torch.device,
     "scalar": lambda dtype, text: np.frombuffer(bytes.fromhex(text), _dtype_of_array(dtype), count=1)[0],
 }

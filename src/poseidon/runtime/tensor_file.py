@@ -14,10 +14,10 @@ from torch import Tensor
 
 from poseidon.errors import CheckpointError
 from poseidon.runtime.packing import DTYPES
-from poseidon.units import GIB, MIB
+from poseidon.units import MIB, format_bytes
 
 PIECE = 8 * MIB
-MAX_HEADER = GIB
+MAX_HEADER = 256 * MIB
 """Of names, shapes and metadata. Other readers of safetensors end at 100 MB."""
 ALIGNMENT = 8
 LENGTH_BYTES = 8
@@ -41,7 +41,10 @@ def pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterat
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAX_HEADER:
-        raise CheckpointError(f"cannot save {len(text)} bytes of what is no tensor in one part: keep lists as tensors")
+        raise CheckpointError(
+            f"cannot save {format_bytes(len(text))} of what is no tensor in one part, {format_bytes(MAX_HEADER)} is "
+            "the most: make tensors of long lists"
+        )
     yield memoryview(len(text).to_bytes(LENGTH_BYTES, "little") + text)
     for _, tensor in ordered:
         content = _bytes_of(tensor)
@@ -75,14 +78,17 @@ def read_tensors(read_into: Callable[[memoryview], None], size: int) -> tuple[di
         header = json.loads(text)
         metadata = {str(key): str(value) for key, value in header.pop("__metadata__", {}).items()}
         specs = {name: _Spec(**spec) for name, spec in header.items()}
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"its header cannot be read ({error})") from error
     tensors = {}
     end = LENGTH_BYTES + length
-    for name, spec in sorted(specs.items(), key=lambda item: item[1].start):
+    for name, spec in sorted(specs.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if LENGTH_BYTES + length + spec.start != end or end + spec.num_bytes > size:
             raise CheckpointError(f"the place of tensor {name!r} in it is wrong")
-        tensors[name] = torch.empty(spec.shape, dtype=spec.dtype)
+        try:
+            tensors[name] = torch.empty(spec.shape, dtype=spec.dtype)
+        except (RuntimeError, OverflowError) as error:
+            raise CheckpointError(f"there is no memory for tensor {name!r} of {spec.shape}") from error
         read_into(_bytes_of(tensors[name]))
         end += spec.num_bytes
     if end != size:
@@ -97,8 +103,10 @@ class _Spec:
         self.dtype = DTYPES[dtype]
         self.shape = shape
         self.start, stop = data_offsets
+        if not all(type(number) is int and number >= 0 for number in (*shape, self.start, stop)):
+            raise ValueError(f"a tensor of {shape} at {data_offsets}")
         self.num_bytes = math.prod(shape) * self.dtype.itemsize
-        if min(shape, default=0) < 0 or stop - self.start != self.num_bytes:
+        if stop - self.start != self.num_bytes:
             raise ValueError(f"a tensor of {shape} in {stop - self.start} bytes")
 
 
