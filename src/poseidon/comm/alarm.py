@@ -25,6 +25,11 @@ class Alarm:
         self._exchange = -1
         self._was_heard = False
 
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What is among the optimizer's while the alarm is given."""
+        return self._parameter
+
     def begin(self, exchange: int) -> bool:
         """The gradients of an exchange come in, those of one layer after the other.
 

@@ -14,6 +14,7 @@ ranks; where that turns out to have been another number, the sum is corrected on
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -74,6 +75,15 @@ class Counting:
     def most_passes(self) -> int:
         """Backward passes to the last exchange, of the rank that made most."""
         return int(max((row[3] for row in self._rows), default=0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later exchanges depend on, between two of them; the same on every rank."""
+        return {"scale": self._scale, "said": self._said}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there; nothing may have been counted since the last exchange."""
+        self._scale, self._said = float(state["scale"]), bool(state["said"])
+        self._begin()
 
     # What the loop tells
 

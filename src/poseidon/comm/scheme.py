@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -306,6 +306,16 @@ class Transfer:
         self.start = 0.0
 
 
+class Place(NamedTuple):
+    """Where the ranks hold the state of an optimizer for one parameter, of which each updates a stretch."""
+
+    parameter: nn.Parameter
+    own: nn.Parameter
+    """What this rank's optimizer holds in its place, perhaps empty."""
+    stretches: tuple[tuple[int, int], ...]
+    """By rank, start and end of what it updates, counted in the numbers of the parameter laid end to end."""
+
+
 @dataclass(eq=False)
 class Exchange(ABC):
     """One scheme at work on one or more layers of one rank."""
@@ -360,6 +370,10 @@ class Exchange(ABC):
     def after_optimizer(self) -> Pending | None:
         """Called at the end of `optimizer.step()`: starts what has to follow the update."""
         return None
+
+    def places(self) -> list[Place]:
+        """Where the optimizer's state lies, of the parameters of which this rank updates a stretch only."""
+        return []
 
     def show_whole(self, whole: bool) -> None:  # noqa: B027 - most schemes leave the optimizer as it is
         """Has the optimizer's groups hold whole parameters, or what this rank updates of them."""

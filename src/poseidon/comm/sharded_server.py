@@ -32,6 +32,7 @@ from poseidon.comm.scheme import (
     Cost,
     Exchange,
     Message,
+    Place,
     StepState,
     Transfer,
     check_dense,
@@ -241,6 +242,10 @@ class ServerExchange(Exchange):
         for shard in self._shards:
             shard.show_whole(whole)
 
+    def places(self) -> list[Place]:
+        """One for each parameter."""
+        return [place for shard in self._shards for place in shard.places()]
+
     def reset(self) -> None:
         """Waits for all gradients again."""
         super().reset()
@@ -305,7 +310,7 @@ class Shard:
                 self._stepped = False
             if state := self._optimizer.state.pop(whole, None):
                 self._optimizer.state[own] = {
-                    key: value.reshape(-1)[a:b].clone() if _is_kept_for_each_number(key, value) else value
+                    key: value.reshape(-1)[a:b].clone() if is_kept_for_each_number(key, value) else value
                     for key, value in state.items()
                 }
 
@@ -313,6 +318,12 @@ class Shard:
     def own(self) -> list[nn.Parameter]:
         """Of each parameter the part that this rank's optimizer holds, perhaps empty."""
         return self._own
+
+    def places(self) -> list[Place]:
+        """Where the ranks hold the optimizer's state for each parameter."""
+        parts = [_intersections(self.parameters, start, end) for start, end in self._stretches]
+        stretches_of = [tuple((a, b) for _, a, b in part) for part in zip(*parts, strict=True)]
+        return [Place(*one) for one in zip(self.parameters, self._own, stretches_of, strict=True)]
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
@@ -453,7 +464,7 @@ class Shard:
             if state:  # a parameter that no gradient has reached yet has none
                 self._optimizer.state[parameter] = state
         for key in sorted({key for state in states for key in state}):
-            if any(_is_kept_for_each_number(key, state.get(key)) for state in states):
+            if any(is_kept_for_each_number(key, state.get(key)) for state in states):
                 parts = [state.get(key, own.detach()) for state, own in zip(states, self._own, strict=True)]
                 for state, whole in zip(states, self._whole(parts, tag, f"state {key!r}"), strict=True):
                     if key in state:
@@ -494,7 +505,8 @@ def _intersections(tensors: Sequence[_T], start: int, end: int) -> list[tuple[_T
     return result
 
 
-def _is_kept_for_each_number(key: str, value: object) -> bool:
+def is_kept_for_each_number(key: str, value: object) -> bool:
+    """Whether an entry of the state of an optimizer has one number for each of the parameter's."""
     return isinstance(value, torch.Tensor) and key not in COMMON_STATE
 
 

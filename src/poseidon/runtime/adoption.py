@@ -62,6 +62,7 @@ class Adoption:
         run.label = "observation"
         run.on_exchanged = self._observe
         run.on_retrained = self._start_anew
+        run.on_resumed = self._resume
 
     def _start_anew(self) -> None:
         """The model trains other layers now: what was seen, tried out or expected so far holds no longer."""
@@ -77,6 +78,13 @@ class Adoption:
         run.adopt(plain, "observation", meanwhile=watch)
         run.settled = False
         run.on_exchanged = self._observe
+
+    def _resume(self, plan: Plan) -> None:
+        """The run goes on from where one had settled on a plan: nothing is observed or tried out again."""
+        self._run.on_detach()
+        self._monitor = None
+        self._observed = Observed(plan.profile, _scales(self._run))
+        self._settle(plan)
 
     def _observe(self) -> None:
         if not self._observation.is_over():
@@ -210,6 +218,13 @@ def _with_hosts(rates: Rates, hosts: Mapping[str, Sequence[int]], compute_scales
         for name, ranks in hosts.items()
     )
     return Rates.model_validate({**dict(rates), "hosts": named})
+
+
+def _scales(run: Run) -> list[float]:
+    """By rank, how many times the profile's seconds it needs, as far as is known."""
+    known = {host.name: host.compute_scale for host in run.rates.hosts} if run.rates else {}
+    scales = {rank: known.get(name, 1.0) for name, ranks in find_hosts(run.group).items() for rank in ranks}
+    return [scales[rank] for rank in range(run.group.world_size)]
 
 
 def _rebuild_of(profile: ModelProfile, run: Run) -> Callable[[], int] | None:

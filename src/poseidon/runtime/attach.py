@@ -186,7 +186,9 @@ class Run(Steps):
             seed_samples=seed_samples,
             update=update,
         )
-        return shard(self, source, batch_size=batch_size, sharding=sharding)
+        loader = shard(self, source, batch_size=batch_size, sharding=sharding)
+        self.belongings.add_loader(loader)
+        return loader
 
     @overload
     def mean(self, value: Figure, n: float = 1) -> float: ...
@@ -206,6 +208,27 @@ class Run(Steps):
         """
         with self.recorder.standing_still("mean"):
             return mean_over_ranks(self.group, value, n)
+
+    # Its state
+
+    def track(self, *, each_rank: bool = False, **things: Any) -> None:
+        """Names what belongs to the state of the run beside model, optimizers and loaders.
+
+        Args:
+            each_rank: Whether each rank has its own, such as a generator of random numbers; else they are the same on
+                every rank, and rank 0's are saved.
+            things: Schedulers, a `GradScaler`, anything with `state_dict` and `load_state_dict`; a generator of torch
+                or numpy; or a pair of functions that give a value and take it.
+
+        Raises:
+            ConfigError: One of them cannot be tracked, or its name is taken.
+
+        Example:
+            ```python
+            run.track(scheduler=scheduler, best=(lambda: best, set_best))
+            ```
+        """
+        self.belongings.track(things, each_rank=each_rank)
 
     # Gradients and optimizers
 

@@ -46,6 +46,15 @@ class Buffers:
         """The names of those that have to be equal on all ranks at present: all, or none since the last forward."""
         return list(self._named()) if self._are_equal else []
 
+    @property
+    def are_equal(self) -> bool:
+        """Whether nothing has happened since they were made equal that makes them differ."""
+        return self._are_equal
+
+    def note_equal(self, equal: bool) -> None:
+        """They have been given values: the same ones on every rank, or each rank its own."""
+        self._are_equal = equal
+
     def sync(self) -> None:
         """Gives every rank rank 0's buffers; on all ranks together, while no transfer is under way.
 

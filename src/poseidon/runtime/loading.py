@@ -120,6 +120,11 @@ class ShardedLoader(ABC):
         if tells and self._may_end_apart():
             self._run.drain(self._sharding.update)
 
+    @property
+    def trains(self) -> bool:
+        """Whether the run is told what its batches have."""
+        return self._sharding.train
+
     def _begin_next_epoch(self) -> None:
         self.epoch += 1
         self._taken = 0
@@ -163,6 +168,10 @@ class MapLoader(ShardedLoader):
         self._shares = self._make_shares(self._num_samples)
         self._began_at = 0
         """Where in the epoch's order the present pass began: not at its start if it was resumed."""
+        self._num_passed = 0
+        """Global batches of the present pass that the loop has been given."""
+        self._changes: list[tuple[int, tuple[float, ...]]] = []
+        """By what portions a pass that is resumed goes on."""
         if sharding.train and sharding.portions is None:
             self.portions = run.dealing.join()
         else:
@@ -190,6 +199,7 @@ class MapLoader(ShardedLoader):
             "num_taken": self._taken,
             "num_samples": self._num_samples,
             "seed": self._sharding.seed,
+            "portions": self._changes if self._resumed else self.portions.changes_from(self._num_passed),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -197,15 +207,20 @@ class MapLoader(ShardedLoader):
         here = {"kind": "map", "num_samples": self._num_samples, "seed": self._sharding.seed}
         _check_state(state, here)
         self.epoch, self._taken, self._resumed = state["epoch"], state["num_taken"], True
+        changes = [(first, tuple(portions)) for first, portions in state.get("portions", ())]
+        alike = all(len(portions) == self._run.group.world_size for _, portions in changes)
+        self._changes = changes if alike else []
 
     def _pass(self) -> Iterator[tuple[int | None, Any]]:
         order = self._order()
         self._shares = self._make_shares(len(order))
-        self._began_at = self._taken
-        self.portions.begin_epoch()
+        self._began_at, self._num_passed = self._taken, 0
+        self.portions.begin_epoch(self._changes)
+        self._changes = []
         self._generator.manual_seed(number_from(self._sharding.seed, self.epoch, self._run.group.rank))
         for share, batch in self._batches.load(self._deal(order), epoch=self.epoch):
             self._taken = share.end
+            self._num_passed += 1
             if share.indices:
                 yield len(share.indices) if self._is_batched else None, batch
 

@@ -23,16 +23,26 @@ class Portions:
     def __init__(self, portions: Sequence[float]) -> None:
         cut(0, portions)
         self._changes = [(0, tuple(portions))]
-        """From which batch on which portions hold, in order; those that no batch is cut by any more are gone."""
+        """From which batch of the epoch on which portions hold, in order."""
         self.num_cut = 0
         """Global batches of the epoch that this rank has cut."""
         self.largest = 0
         """Samples of the largest batch so far: those of any but an epoch's last."""
 
-    def begin_epoch(self) -> None:
-        """Forgets what was cut, on every rank: whoever left an epoch early may have cut more than others."""
-        self._changes = [(0, self.latest)]
+    def begin_epoch(self, changes: Sequence[tuple[int, Sequence[float]]] = ()) -> None:
+        """Forgets what was cut, on every rank: whoever left an epoch early may have cut more than others.
+
+        Args:
+            changes: From which batch on which portions hold, where the epoch is gone on with: see `changes_from`.
+        """
+        self._changes = [(first, tuple(portions)) for first, portions in changes] or [(0, self.latest)]
         self.num_cut = 0
+
+    def changes_from(self, num_batches: int) -> list[tuple[int, tuple[float, ...]]]:
+        """Which portions hold from batch number `num_batches` of the epoch on, from which batch on, counted from it."""
+        before = [change for change in self._changes if change[0] <= num_batches]
+        after = self._changes[len(before) :]
+        return [(0, before[-1][1]), *((first - num_batches, portions) for first, portions in after)]
 
     @property
     def latest(self) -> tuple[float, ...]:
@@ -41,11 +51,10 @@ class Portions:
 
     def cut(self, count: int) -> tuple[int, ...]:
         """Cuts the next global batch: each rank's number of samples."""
-        while len(self._changes) > 1 and self._changes[1][0] <= self.num_cut:
-            del self._changes[0]
+        portions = next(portions for first, portions in reversed(self._changes) if first <= self.num_cut)
         self.num_cut += 1
         self.largest = max(self.largest, count)
-        return keep_in_step(cut(count, self._changes[0][1]))
+        return keep_in_step(cut(count, portions))
 
     def change(self, portions: Sequence[float], first: int) -> None:
         """Cuts by other portions from global batch number `first` on, counted from 0; none of them may be cut yet.
@@ -81,6 +90,12 @@ class Dealing:
         portions = Portions(self.latest)
         self._loaders.append(portions)
         return portions
+
+    def resume(self, portions: Sequence[float]) -> None:
+        """Has all loaders cut by these from their next pass on; on all ranks alike."""
+        self.latest = tuple(portions)
+        for loader in self._loaders:
+            loader.begin_epoch([(0, self.latest)])
 
     @property
     def parts(self) -> tuple[int, ...] | None:

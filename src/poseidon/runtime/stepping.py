@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -18,11 +18,12 @@ from poseidon.comm.all_reduce import VOTE_AFTER, BucketExchange
 from poseidon.comm.capture import Removable, inside_backward
 from poseidon.comm.counting import Counting
 from poseidon.comm.group import Group, Pending
-from poseidon.comm.scheme import Exchange, StepState, Transfer
+from poseidon.comm.scheme import Exchange, Place, StepState, Transfer
 from poseidon.errors import CommError
 from poseidon.plan import Plan
 from poseidon.profile.structure import profile_structure, say_compiled
 from poseidon.runtime.batch_norm import SyncedBatchNorms
+from poseidon.runtime.belongings import Belongings
 from poseidon.runtime.binding import Schedule, bind, check_plan, schedule
 from poseidon.runtime.buffers import Buffers
 from poseidon.runtime.claims import Claim
@@ -96,6 +97,10 @@ class Steps:
         """Called on all ranks together before everything is undone."""
         self.on_retrained: Callable[[], None] = lambda: None
         """Called on all ranks together once the plan has been extended by what is trained newly; may call `adopt`."""
+        self.on_resumed: Callable[[Plan], None] = self.adopt
+        """Called on all ranks together with the plan under which a run goes on that was saved; has to adopt it."""
+        self.belongings = Belongings()
+        """What else belongs to the run's state."""
         self.rates: Rates | None = None
         """What links and computing were last measured to be; None where nobody has measured."""
         self.dealing = Dealing(group, plan.portions or plan.loads)
@@ -138,6 +143,10 @@ class Steps:
         self._lookout = Lookout()
         self._was_forward = False
         """Whether the model was called since the last backward pass."""
+        self._awaits_backward = False
+        """Whether that made a graph through parameters that are trained."""
+        self._is_updated = True
+        """Whether an optimizer has made a step since the last exchange."""
         self._begun: list[Transfer] = []
         """Of the present step's schedule, what has been handed over."""
         self._misplaced = 0
@@ -167,6 +176,11 @@ class Steps:
     @property
     def num_exchanges(self) -> int:
         """How many times gradients were exchanged."""
+        return self._state.index
+
+    @property
+    def step(self) -> int:
+        """How many steps lie behind since the job began, those included after which it was saved and resumed."""
         return self._state.index
 
     def note(self, kind: str, text: str, *, loud: bool = False) -> None:
@@ -313,6 +327,77 @@ class Steps:
         if any(self.group.all_gather_text("begun" if self._begun else "", what)):
             self._complete_step()
 
+    # Its state between two steps, beside model, optimizers and plan
+
+    def what_is_open(self) -> str:
+        """What stands against this being between two steps, in words; empty where nothing does."""
+        self.flush()
+        if self._hooks.in_backward:
+            return "a backward pass is under way"
+        if num_passes := self._counting.num_passes:
+            return f"the gradients of {num_passes} backward pass(es) have accumulated and were not exchanged yet"
+        if self._awaits_backward:
+            return "the model was called and no backward pass has followed (evaluate under torch.no_grad())"
+        if not self._is_updated and self._has_gradients_to_use():
+            return "gradients were exchanged and no optimizer.step() has used them yet"
+        return ""
+
+    def _has_gradients_to_use(self) -> bool:
+        """Whether gradients are there that a `GradScaler` has no reason to leave out."""
+        held = [own for exchange in self._exchanges for own in exchange.held]
+        gradients = [p.grad for p in (*self.model.parameters(), *held) if p.grad is not None]
+        return any(bool(gradient.any()) for gradient in gradients) and all(
+            bool(torch.isfinite(gradient).all()) for gradient in gradients
+        )
+
+    def places(self) -> list[Place]:
+        """Where optimizer state lies that ranks have shared out."""
+        return [place for exchange in self._exchanges for place in exchange.places()]
+
+    @property
+    def alarm_ids(self) -> set[int]:
+        """`id`s of what optimizers may hold that is no parameter of anything."""
+        return {id(alarm.parameter) for alarm in self._state.alarms.values()}
+
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """Those that each rank has as its own at present, because of what it has seen or because they are ignored."""
+        same = [*self._buffers.equal, *self._batch_norms.buffers]
+        return {name: buffer for name, buffer in self.model.named_buffers() if name not in same}
+
+    def progress(self) -> dict[str, Any]:
+        """What the steps to come depend on, on rank 0, whose word counts."""
+        buckets = [exchange for exchange in self._exchanges if isinstance(exchange, BucketExchange)]
+        return {
+            "counting": self._counting.state_dict(),
+            "buffers_are_equal": self._buffers.are_equal,
+            "misplaced": self._misplaced,
+            "last_arrivals": list(self.last_arrivals),
+            "votes": [bucket.votes for bucket in buckets],
+            "vote_for_new_order": bool(buckets) and buckets[0].vote_for_new_order,
+        }
+
+    def go_on_from(self, step: int, progress: dict[str, Any], *, same_plan: bool) -> None:
+        """Goes on after so many steps; on all ranks together, model, optimizers and plan restored already.
+
+        Args:
+            step: How many lie behind.
+            progress: From `progress`.
+            same_plan: Whether the plan is the one of that moment.
+        """
+        for parameter in (*self.model.parameters(), *(own for one in self._exchanges for own in one.held)):
+            parameter.grad = None
+        self._state.index, self._is_updated = step, True
+        self._awaits_backward = False
+        self._counting.load_state_dict(progress["counting"])
+        self._buffers.note_equal(progress["buffers_are_equal"])
+        if same_plan:
+            self._misplaced, self.last_arrivals = progress["misplaced"], progress["last_arrivals"]
+            buckets = [exchange for exchange in self._exchanges if isinstance(exchange, BucketExchange)]
+            for bucket, votes in zip(buckets, progress["votes"], strict=True):
+                bucket.votes = votes
+            if buckets and self.group.rank == 0:
+                buckets[0].vote_for_new_order = progress["vote_for_new_order"]
+
     # What autograd tells
 
     def _items(self) -> float:
@@ -323,6 +408,7 @@ class Steps:
         if before:
             if not inside_backward():
                 self._was_forward = True
+                self._awaits_backward = any(parameter.requires_grad for parameter in self.model.parameters())
                 self.refresh()
                 self._compare_if_due()
             self._lookout.keep(self._deferral is not None)
@@ -355,7 +441,7 @@ class Steps:
                     parameter.grad.mul_(factor)
 
     def _on_backward_end(self) -> None:
-        self._was_forward = False
+        self._was_forward = self._awaits_backward = False
         self.recorder.end(Activity.BACKWARD)
         if self._state.syncing:
             self.on_computed()
@@ -451,6 +537,7 @@ class Steps:
         self.recorder.close_step(self._state.index, self.label)
         self._batch_norms.next_step()
         self._state.index += 1
+        self._is_updated = not self.optimizers
         self.group.num_exchanges += 1
         self.last_arrivals = list(self._state.arrivals)
         self._state.arrivals = {}
@@ -565,6 +652,7 @@ class Steps:
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.recorder.end(Activity.OPTIMIZER)
+        self._is_updated = True
         if self._deferral is not None:
             self._deferral.after_step()
             self._step_hooks[optimizer].end()
