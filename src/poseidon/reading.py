@@ -35,6 +35,8 @@ MOST_INTEGER = 2**63 - 1
 
 _CHUNK_BYTES = MIB
 _LONGEST_SHOWN = 60
+_COMMANDS = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Color, C0 and C1 controls but tab and line end, and what changes the direction of writing."""
 _LONG_KEY = re.compile(rf"""(?<![\w."'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MOST_DEPTH}}}""")
 """A dotted key of more parts than there may be tables in each other."""
 
@@ -146,6 +148,24 @@ def parse_toml(text: str, source: str | Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {source} as TOML: {error}") from error
     _check_values(value, source, refused=math.isnan)
     return value
+
+
+def printable(text: str, *, colors: bool = False) -> str:
+    """A text that may be shown on a terminal: what would command the terminal, or turn the line around, is visible.
+
+    Line ends and tabs stay. A character that cannot be shown becomes its number.
+
+    Args:
+        text: From anywhere.
+        colors: Whether the sequences that set colors and weight stay; they do nothing else.
+    """
+    return _COMMANDS.sub(lambda found: _kept_or_shown(found.group(), colors), text)
+
+
+def _kept_or_shown(found: str, colors: bool) -> str:
+    if len(found) > 1 and colors:
+        return found
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in found)
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -11,7 +11,6 @@ from typing import Annotated
 import psutil
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
 from poseidon import __version__
@@ -30,6 +29,7 @@ from poseidon.cli.hosts import (
     prepare,
     read_hosts,
 )
+from poseidon.cli.terminal import make_console
 from poseidon.cli.virtual import VirtualOption, as_virtual
 from poseidon.comm.group import Group
 from poseidon.errors import ConfigError
@@ -137,7 +137,7 @@ class Race:
         device = device_of_rank()
         self._group = group
         self._surroundings: Surroundings = survey(group, device, link)
-        self._console = Console(highlight=False, quiet=group.rank != 0)
+        self._console = make_console(quiet=group.rank != 0)
         self._start = Start(
             task=task, data=task.make_train_data(), batch_size=batch_size, seed=seed, device=device, group=group
         )

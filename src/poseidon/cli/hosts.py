@@ -19,6 +19,7 @@ from poseidon.cluster.spec import ClusterSpec, LinkChange, limit_cpus, parse_lin
 from poseidon.comm.group import Group
 from poseidon.errors import ClusterError, PoseidonError
 from poseidon.launch.local import engine_for
+from poseidon.reading import printable
 from poseidon.runtime import join
 from poseidon.units import format_cores
 
@@ -135,7 +136,8 @@ def launch(spec: ClusterSpec, changes: Sequence[LinkChange] = ()) -> None:
     speakers = {"rank0", first, f"{first}:0"}
 
     def show(label: str, line: str) -> None:
-        print(line if label in speakers else f"[{label}] {line}", flush=True)
+        text = printable(line, colors=True)
+        print(text if label in speakers else f"[{label}] {text}", flush=True)
 
     engine.run([sys.executable, *sys.orig_argv[1:]], on_line=show)
 

@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from poseidon.cli.hosts import AtOption, CpuOption
+from poseidon.cli.terminal import make_console
 from poseidon.cluster.emulated import EmulatedCluster, enter_user_namespace
 from poseidon.cluster.link_meter import LinkRates
 from poseidon.cluster.spec import ClusterSpec, LinkChange, limit_cpus, parse_links
 from poseidon.errors import ClusterError
 from poseidon.launch.local import GRACE_S, LabEngine
+from poseidon.reading import printable
 from poseidon.units import format_bandwidth, parse_seconds
 
 TOLERANCE = 0.05
@@ -65,8 +66,12 @@ def lab(
         if check:
             check_links(engine.cluster)
         if command:
-            engine.start(command, on_line=lambda label, line: print(f"[{label}] {line}", flush=True))
+            engine.start(command, on_line=_show)
             engine.wait()
+
+
+def _show(label: str, line: str) -> None:
+    print(f"[{label}] {printable(line, colors=True)}", flush=True)
 
 
 def check_links(cluster: EmulatedCluster) -> None:
@@ -81,7 +86,7 @@ def check_links(cluster: EmulatedCluster) -> None:
         for direction, wanted, measured in (("up", rates.set_up, rates.up), ("down", rates.set_down, rates.down)):
             deviation = f"{measured / wanted - 1:+.1%}"
             table.add_row(rates.host, direction, format_bandwidth(wanted), format_bandwidth(measured), deviation)
-    Console().print(table)
+    make_console().print(table)
     worst = max(found, key=lambda rates: rates.deviation)
     if worst.deviation > TOLERANCE:
         raise ClusterError(

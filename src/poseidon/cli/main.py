@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from poseidon import __version__
 from poseidon.errors import PoseidonError
+from poseidon.reading import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class Verbs(TyperGroup):
         except PoseidonError as error:
             if logging.getLogger("poseidon").isEnabledFor(logging.DEBUG):
                 raise
-            print(f"poseidon: error: {error}", file=sys.stderr)
+            print(f"poseidon: error: {printable(str(error))}", file=sys.stderr)
             raise SystemExit(1) from error
         except KeyboardInterrupt as error:
             raise SystemExit(130) from error
@@ -117,7 +118,7 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One record."""
-        text = super().format(record)
+        text = printable(super().format(record))
         if record.levelno == logging.INFO:
             return f"poseidon: {text}"
         origin = f"{record.name}: " if record.levelno < logging.INFO else ""

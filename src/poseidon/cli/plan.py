@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from poseidon.cli.profile import measure
+from poseidon.cli.terminal import make_console
 from poseidon.cluster.spec import ClusterSpec
 from poseidon.errors import ConfigError
 from poseidon.planner.explain import bottleneck_table, explain, layer_table, scaling_table, what_ifs
@@ -70,7 +71,7 @@ def plan(
         check_plot(plot)
     for path in (out, plot):
         _check_folder(path)
-    console = Console(highlight=False, width=WIDTH)
+    console = make_console(width=WIDTH)
     profiles = _profiles(model, _listed(batch, _count), console)
     if accumulate is not None:
         profiles = [profile.accumulated(accumulate) for profile in profiles]

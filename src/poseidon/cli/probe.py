@@ -22,6 +22,7 @@ from poseidon.cli.hosts import (
     prepare,
     read_hosts,
 )
+from poseidon.cli.terminal import make_console
 from poseidon.cluster.curve import Curve
 from poseidon.cluster.measurements import Measurements, PairRate
 from poseidon.cluster.spec import ClusterSpec, Device
@@ -82,7 +83,7 @@ def probe(
             found = probe_cluster(group, device=device_of_rank(), on_phase=show.phase)
         if group.rank == 0:
             found.save(output)
-            console = Console(highlight=False)
+            console = make_console()
             draw(found, console)
             seconds = format_seconds(round(time.monotonic() - start, 1))
             console.print(f"measured in {seconds}, written to {output}", soft_wrap=True)
@@ -92,10 +93,15 @@ class _Shown:
     """Progress on rank 0: a bar on a terminal, a line for each phase elsewhere."""
 
     def __init__(self, speaks: bool) -> None:
-        terminal = Console(stderr=True)
+        terminal = make_console(stderr=True)
         self._speaks = speaks
         self._has_bar = speaks and terminal.is_terminal
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         self.bar = Progress(*columns, console=terminal, transient=True, disable=not self._has_bar)
         self._task = self.bar.add_task("starting", total=None)
 

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from poseidon.cli.terminal import make_console
 from poseidon.profile.graph import GradientStructure, LayerSpec, ModelProfile
 from poseidon.profile.loader import LoaderSeconds, measure_loader
 from poseidon.profile.measure import NUM_PASSES, profile_model
@@ -39,7 +40,7 @@ def profile(
     if threads is not None:
         torch.set_num_threads(threads)
     chosen = load_task(task)
-    console = Console(highlight=False)
+    console = make_console()
     console.print(f"{chosen.name}: {chosen.note}", soft_wrap=True)
     found = measure(chosen, batch or chosen.batch_size, num_passes=passes, meta=meta)
     show(found, console)
@@ -89,8 +90,8 @@ def _waits(task: Task, batch_size: int) -> LoaderSeconds:
 
 
 def _bar() -> Bar:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = make_console(stderr=True)
     return Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from poseidon.cli.terminal import make_console
 from poseidon.errors import ConfigError
 from poseidon.runtime.ledger import StepResult, Watcher
 from poseidon.runtime.run_folder import RunFolder
@@ -57,10 +58,11 @@ class Progress(Watcher):
         self._clock = clock
         self._metric = metric
         self._console = console
-        terminal = Console(stderr=True)
+        terminal = make_console(stderr=True)
         self._bar: Bar | None = None
         if terminal.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            text = TextColumn("{task.description}", markup=False)
+            columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Bar(*columns, console=terminal, transient=True)
             self._bar_task = self._bar.add_task("starting", total=None)
         self._num_steps = 0

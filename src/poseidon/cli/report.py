@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from poseidon.cli.terminal import make_console
 from poseidon.report.chrome_trace import write_trace
 from poseidon.report.figures import compute_figures
 from poseidon.report.html import check_installed, write_page
@@ -30,7 +30,7 @@ def report(
         check_installed()
     record = RunRecord.load(run, plan)
     figures = compute_figures(record, None if baseline is None else RunRecord.load(baseline))
-    console = Console(highlight=False)
+    console = make_console()
     console.print(draw_report(record, figures))
     if html is not None:
         write_page(html, record, figures)

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from poseidon.breakdown import LABELS
+from poseidon.cli.terminal import make_console
 from poseidon.cluster.spec import ClusterSpec
 from poseidon.errors import InfeasibleError
 from poseidon.plan import Plan
@@ -46,7 +46,7 @@ def simulate(
             "make a plan for these, or choose with --hosts how many hosts take part"
         )
     simulation = predict(chosen.profile, chosen, rates, num_steps=steps)
-    console = Console(highlight=False)
+    console = make_console()
     console.print(_parts(simulation))
     samples = chosen.world_size * chosen.profile.batch_size / simulation.step_seconds
     console.print(f"{format_rate(samples)} samples/s over {chosen.world_size} ranks", soft_wrap=True)

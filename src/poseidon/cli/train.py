@@ -26,6 +26,7 @@ from poseidon.cli.hosts import (
     read_hosts,
 )
 from poseidon.cli.progress import Progress, StepsFile, Tensorboard, Watchers
+from poseidon.cli.terminal import make_console
 from poseidon.cli.virtual import VirtualOption, as_virtual
 from poseidon.cluster.spec import LinkChange
 from poseidon.comm.group import Group
@@ -160,7 +161,7 @@ def work(
         baseline: Whether one rank alone is measured first, where there are several and there is a folder to keep it in.
         explain: Whether it is said at the end how each parameter travels.
     """
-    console = Console(highlight=False)
+    console = make_console()
     device = device_of_rank()
     surroundings = survey(group, device, options["link"])
     with ExitStack() as stack:
@@ -200,7 +201,7 @@ def work(
         if group.rank == 0:
             _report(console, task, run, outcome, summary, surroundings, folder)
             if explain:
-                console.print(f"\n{explanation}", soft_wrap=True, markup=False)
+                console.print(f"\n{explanation}", soft_wrap=True)
         group.barrier()
 
 
