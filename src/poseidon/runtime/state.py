@@ -35,21 +35,24 @@ Read = Callable[[str], Any]
 """From the name of a part to the part."""
 
 FORMAT = 1
-COMMON_PARTS = ("model", "optimizer", "job")
-"""What all ranks have alike."""
-OWN_PARTS = ("shard", "rank")
-"""What each rank has of its own."""
+COMMON = ("model", "optimizer", "job")
+"""The parts that all ranks have alike."""
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
-def part_name(part: str, rank: int) -> str:
-    """What a part of the state is called among those of all ranks."""
-    return f"{part}-{rank:05d}" if part in OWN_PARTS else part
+def shard_part(rank: int) -> str:
+    """The name of what a rank has of sharded optimizer state."""
+    return f"shard-{rank:05d}"
 
 
-def names_of(world_size: int) -> list[str]:
+def rank_part(rank: int) -> str:
+    """The name of what is a rank's own."""
+    return f"rank-{rank:05d}"
+
+
+def parts_of(world_size: int) -> list[str]:
     """The names of all parts of the state of so many ranks."""
-    return [*COMMON_PARTS, *(part_name(part, rank) for part in OWN_PARTS for rank in range(world_size))]
+    return [*COMMON, *(name(rank) for name in (shard_part, rank_part) for rank in range(world_size))]
 
 
 def capture(run: Steps, *, common: bool = True, copies: HostCopies | None = None) -> State:
@@ -61,7 +64,7 @@ def capture(run: Steps, *, common: bool = True, copies: HostCopies | None = None
         copies: Memory to be used again, once it is given back.
 
     Returns:
-        The parts, in memory of their own: `shard` and `rank` are those of this rank.
+        This rank's parts and, if asked for, the common ones, by name and in memory of their own.
 
     Raises:
         CheckpointError: It is not between two steps, on some rank.
@@ -71,8 +74,8 @@ def capture(run: Steps, *, common: bool = True, copies: HostCopies | None = None
     ignored = {id(p) for name, p in run.model.named_parameters() if name in run.ignored}
     optimizers = [take_apart(one, places, ignored=ignored, without=run.alarm_ids) for one in run.optimizers]
     state: State = {
-        "shard": [one.shard for one in optimizers],
-        "rank": _of_rank(run, optimizers),
+        shard_part(run.group.rank): [one.shard for one in optimizers],
+        rank_part(run.group.rank): _of_rank(run, optimizers),
     }
     if common:
         state["model"] = run.model.state_dict()
@@ -86,9 +89,8 @@ def restore(run: Steps, read: Read) -> int:
 
     Args:
         run: With the model, the optimizers and the options of the one that was saved.
-        read: Gives a part by its name among those of all ranks. Every rank asks for the common ones, for its own and,
-            where the number of ranks or the plan has changed, for shards of others. A rank that is new asks for what
-            rank 0 had.
+        read: Gives a part. Every rank asks for the common ones, for its own and, where the number of ranks or the plan
+            has changed, for shards of others. A rank that is new asks for what rank 0 had.
 
     Returns:
         How many steps lie behind.
@@ -187,7 +189,7 @@ class _Found:
         self._job = job
         rank, self._world_size = run.group.rank, job["world_size"]
         self._is_new = rank >= self._world_size
-        self._own = read(part_name("rank", 0 if self._is_new else rank))
+        self._own = read(rank_part(0 if self._is_new else rank))
         self._model = read("model")
         _check_model(run.model.state_dict(), self._model)
         self._optimizers = self._put_together(run, read) if run.optimizers else []
@@ -197,7 +199,7 @@ class _Found:
 
         def shard_of(rank: int, number: int) -> Mapping[int, State]:
             if rank not in shards:
-                shards[rank] = read(part_name("shard", rank))
+                shards[rank] = read(shard_part(rank))
             found: Mapping[int, State] = shards[rank][number]
             return found
 
