@@ -41,6 +41,7 @@ VERBS = {
     "train": Verb(module="poseidon.cli.train", help="Train a task, on one process or over several hosts."),
     "report": Verb(module="poseidon.cli.report", help="Say what a run achieved, what limited it, and was predicted."),
     "bench": Verb(module="poseidon.cli.bench", help="Race Poseidon against DDP or one scheme, step by step in turns."),
+    "checkpoint": Verb(module="poseidon.cli.checkpoint", help="List and verify checkpoints; export or import weights."),
     "probe": Verb(module="poseidon.cli.probe", help="Measure hosts and links, and write them to a cluster's file."),
     "lab": Verb(
         module="poseidon.cli.lab",

@@ -45,6 +45,8 @@ from poseidon.units import MIB, format_bytes
 
 VERSION = 1
 MANIFEST = "manifest.json"
+OF_RUN = "checkpoints"
+"""Where the folder of a run has its checkpoints."""
 LOCK = "lock"
 MAX_MANIFEST = 64 * MIB
 SUFFIX = ".safetensors"
@@ -444,8 +446,32 @@ class Draft:
                 os.close(fd)
 
 
+def open_checkpoint(path: str | Path) -> Found:
+    """One checkpoint by its own folder, whatever that is named.
+
+    Raises:
+        CheckpointError: It has no manifest, or one that cannot be used.
+    """
+    path = Path(path).resolve()
+    try:
+        return Found(path, _read_manifest(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+
+
+def shelf_in(path: str | Path) -> Shelf:
+    """The checkpoints in a folder: of a run, or of checkpoints only."""
+    path = Path(path)
+    return Shelf(path / OF_RUN if (path / OF_RUN).is_dir() else path)
+
+
 def what_is_wrong(found: Found, *, checksums: bool = True) -> str:
-    """What keeps a checkpoint from being read whole from its folder, or nothing."""
+    """What keeps a checkpoint from being read whole from its folder, or nothing.
+
+    Args:
+        found: The checkpoint.
+        checksums: Read its files whole; otherwise only their sizes are compared.
+    """
     if missing := found.missing():
         return f"the file of {', '.join(missing)} is missing"
     return found.damage(checksums=checksums)
