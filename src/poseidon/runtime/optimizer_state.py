@@ -83,21 +83,23 @@ def put_together(optimizer: torch.optim.Optimizer, places: Sequence[Place], save
     state: dict[int, State] = {}
     for number, parameter in enumerate(_members(optimizer)):
         place = place_of.get(id(parameter))
-        if found := _state_of(number, parameter, None if place is None else place.stretches[rank], saved):
+        if found := _state_of(number, parameter, None if place is None else place.stretches[rank], saved, rank):
             state[number] = found
     return {**saved.alike, "state": state}
 
 
-def _state_of(number: int, parameter: nn.Parameter, stretch: tuple[int, int] | None, saved: Saved) -> State:
+def _state_of(number: int, parameter: nn.Parameter, stretch: tuple[int, int] | None, saved: Saved, rank: int) -> State:
     """Of a stretch of a parameter, or of all of it."""
     if number in saved.stretches:
-        found = _cut_from_shards(number, *(stretch or (0, parameter.numel())), saved)
+        found = _cut_from_shards(number, *(stretch or (0, parameter.numel())), saved, rank)
         return found if stretch is not None else _shaped(found, parameter)
     whole = saved.own.get(number) or saved.alike["state"].get(number, {})
     return dict(whole) if stretch is None else _cut(whole, *stretch)
 
 
-def _cut_from_shards(number: int, start: int, end: int, saved: Saved) -> State:
+def _cut_from_shards(number: int, start: int, end: int, saved: Saved, rank: int) -> State:
+    if saved.stretches[number][rank : rank + 1] == [(start, end)]:  # as it was, be it empty: no other shard is read
+        return dict(saved.shard_of(rank)[number])
     touched = [(rank, a, b) for rank, (a, b) in enumerate(saved.stretches[number]) if a < end and b > start]
     parts = [_cut(saved.shard_of(rank)[number], max(a, start) - a, min(b, end) - a) for rank, a, b in touched]
     if not parts:  # nothing of it lies here: what is kept once for a parameter is the same in each shard
