@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poseidon.comm.group import Layout
-from poseidon.runtime.holdings import Holding, Identity, deliveries, guarded_by, keepers, newest_complete
+from poseidon.runtime.holdings import Holding, Identity, deliveries, keepers, newest_complete, senders_to
 
 COMMON = {"model", "optimizer", "job"}
 
@@ -27,7 +27,7 @@ def committed(layout, identity, reached=None):
     everything = frozenset(COMMON | {f"own{rank}" for rank in range(num_ranks(layout))})
     held = []
     for host in range(len(layout.hosts)) if reached is None else reached:
-        ranks = (*layout.hosts[host], *guarded_by(layout, host))
+        ranks = [*layout.hosts[host], *(other for rank in layout.hosts[host] for other in senders_to(layout, rank))]
         parts = frozenset(COMMON | {f"own{rank}" for rank in ranks})
         held.append(Holding(host=host, identity=identity, parts=parts, all_parts=everything))
     return held

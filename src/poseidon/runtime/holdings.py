@@ -69,13 +69,18 @@ def keepers(layout: Layout, rank: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((number, (number + 1) % len(layout.hosts))))
 
 
-def guarded_by(layout: Layout, host: int) -> tuple[int, ...]:
-    """The ranks of other hosts whose own parts a host keeps, too."""
-    return tuple(
-        rank
-        for rank in range(sum(map(len, layout.hosts)))
-        if host in keepers(layout, rank) and rank not in layout.hosts[host]
-    )
+def receiver_of(layout: Layout, rank: int) -> int | None:
+    """The rank of another host that keeps what is this rank's own, too; None where there is one host."""
+    _, *others = keepers(layout, rank)
+    if not others:
+        return None
+    ranks = layout.hosts[others[0]]
+    return ranks[layout.place(rank) % len(ranks)]
+
+
+def senders_to(layout: Layout, rank: int) -> list[int]:
+    """The ranks of other hosts that this rank keeps copies for."""
+    return [other for other in range(sum(map(len, layout.hosts))) if receiver_of(layout, other) == rank]
 
 
 def newest_complete(holdings: Iterable[Holding]) -> Choice | None:
