@@ -7,6 +7,7 @@ returns, `p.grad` is the mean over all ranks (layers on `sharded_server` excepte
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -27,6 +28,8 @@ from poseidon.runtime.means import Figure, mean_over_ranks
 from poseidon.runtime.optimizers import Optimizers, listed
 from poseidon.runtime.options import RunOptions
 from poseidon.runtime.replicas import broadcast_model, check_same_model, check_same_plan
+from poseidon.runtime.saved_state import Loaded, load
+from poseidon.runtime.saving import Keep, Saver, Saving
 from poseidon.runtime.stepping import Steps
 from poseidon.runtime.streams import Split
 from poseidon.timeline import Timeline
@@ -43,6 +46,17 @@ class Run(Steps):
         group: The ranks.
         options: What holds whatever the plan.
     """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        plan: Plan,
+        group: Group,
+        options: RunOptions = RunOptions(),  # noqa: B008 - a frozen value
+    ) -> None:
+        super().__init__(model, optimizer, plan, group, options)
+        self._saver = Saver(self)
 
     # The loop
 
@@ -119,6 +133,7 @@ class Run(Steps):
 
     def detach(self) -> None:
         """Undoes `attach`, on all ranks together: the model and the optimizer are as if they had never been touched."""
+        self._saver.close(failed=self._threads is not None and self._threads.failed)
         self.on_detach()
         self._hooks.remove()
         self._buffers.remove()
@@ -229,6 +244,59 @@ class Run(Steps):
             ```
         """
         self.belongings.track(things, each_rank=each_rank)
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        score: float | None = None,
+        keep_last: int = 3,
+        keep_best: int = 0,
+        wait: bool = False,
+    ) -> Saving:
+        """Saves the state as a checkpoint; on all ranks together, between `optimizer.step()` and the next forward pass.
+
+        It is copied now and written in the background. Only one is on its way at a time: the next `save` waits for it,
+        and so do `finish_saving` and `detach`.
+
+        Args:
+            folder: Of checkpoints, for this run alone; hosts may share it or each have their own under this name.
+            score: How good the model is, the higher the better.
+            keep_last: So many of the newest checkpoints stay in the folder.
+            keep_best: And so many of those with the best score.
+            wait: Whether to return once it is complete; if it cannot be written, that raises then. Else a full disk is
+                said aloud, and training goes on.
+
+        Returns:
+            When it is complete, where, and how long the training has stood still.
+
+        Raises:
+            CheckpointError: It is not between two steps, the folder cannot be used, or another run saves there; the
+                same on every rank.
+        """
+        saving = self._saver.save(folder, Keep(last=keep_last, best=keep_best, score=score))
+        if wait:
+            self.finish_saving()
+            saving.check()
+        return saving
+
+    def finish_saving(self) -> None:
+        """Waits until the last checkpoint is complete, or could not be written; on all ranks together."""
+        self._saver.finish()
+
+    def load(self, path: str | Path) -> Loaded:
+        """Goes on from a checkpoint; on all ranks together, best as the last thing before the loop.
+
+        With as many ranks as before everything goes on bit for bit: losses, the order of samples, random numbers, the
+        plan. With another number an epoch goes on with the samples that are left.
+
+        Args:
+            path: A folder of checkpoints, of which the newest counts that is complete and undamaged; or one of them.
+
+        Raises:
+            CheckpointError: There is none, or it is that of another model; the same on every rank.
+        """
+        return load(self, Path(path))
 
     # Gradients and optimizers
 
