@@ -12,10 +12,24 @@ import pytest
 from poseidon.report.figures import compute_figures
 from poseidon.report.html import make_page
 from poseidon.report.record import RunRecord
+from poseidon.report.speedup import draw_curves
 from support import runs
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "</script><script>alert(1)</script>&<b>"
+SMUGGLED = (
+    HOSTILE,
+    "</script><img src=x onerror=alert(1)>",
+    '"><svg onload=alert(1)>',
+    "' onmouseover='alert(1)",
+    "</title></style><script>alert(1)</script>",
+    '<a href="javascript:alert(1)">a</a>',
+    "<!--<script>",
+    "{{ 7 * 7 }}{% raw %}%{x}",
+    "]]>\u2028\x1b[2J",
+)
+QUIET = ["--disable-component-update", "--disable-features=OptimizationGuideModelExecution,OptimizationHints,Translate"]
+"""So that the browser starts no process of its own accord, which would count as left behind by a test."""
 Opener = Callable[..., tuple[Any, list[str]]]
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to look at the page with")
 
@@ -31,8 +45,9 @@ def write_page(folder: Path, **changes: Any) -> Path:
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as started:
-        options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", *QUIET]
         launched = started.chromium.launch(executable_path=CHROMIUM, args=options)
+        launched.new_page().close()  # starts the browser's other processes
         yield launched
         launched.close()
 
@@ -53,6 +68,7 @@ def open_page(browser: Any) -> Iterator[Opener]:
             page = context.new_page()
             complaints: list[str] = []
             page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+            page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
             page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
             page.on("request", lambda request: complaints.append(request.url) if request.url != path.as_uri() else None)
             page.goto(path.as_uri())
@@ -128,12 +144,64 @@ def test_text_of_a_run_stays_text(open_page: Opener, tmp_path: Path) -> None:
     assert HOSTILE in page.locator("h1").inner_text()
 
 
+@needs_browser
+@pytest.mark.parametrize("text", ["".join(SMUGGLED), *(pytest.param(t, marks=pytest.mark.thorough) for t in SMUGGLED)])
+def test_no_text_becomes_a_script_a_picture_or_a_link(open_page: Opener, tmp_path: Path, text: str) -> None:
+    """In whatever is named: task, layers, events, hosts' devices and cards, options, the baseline and the plan."""
+    facts = runs.make_facts()
+    surroundings = {**facts["surroundings"], **dict.fromkeys(("device", "link", "interface", "torch", "python"), text)}
+    others = {"options": {"batch_size": text}, "baseline": {**facts["baseline"], "note": text}, "plan": text}
+    path = write_page(tmp_path, hostile=text, surroundings=surroundings, poseidon=text, **others)
+    page, complaints = open_page(path)
+    plot = page.locator('[data-plot="step"]')
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    for share in (0.3, 0.5, 0.8):
+        page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] * 0.4)
+        page.wait_for_timeout(30)
+    assert complaints == []
+    assert (
+        page.evaluate("document.querySelectorAll('img, a, [onerror], [onload], [onmouseover], script[src]').length")
+        == 0
+    )
+    assert page.evaluate("document.scripts.length") == 2 + page.evaluate("document.querySelectorAll('.plot').length")
+    shown = page.evaluate("document.body.textContent")
+    assert shown.count(text) >= 8
+
+
+@needs_browser
+def test_a_script_that_got_into_the_page_would_not_run(open_page: Opener, tmp_path: Path) -> None:
+    path = write_page(tmp_path)
+    page_text = path.read_text(encoding="utf-8")
+    path.write_text(page_text.replace("<main>", "<main><script>alert(1)</script><i onclick='alert(1)' id='it'>x</i>"))
+    page, complaints = open_page(path)
+    page.locator("#it").click()
+    assert len(complaints) == 2
+    assert all("Content Security Policy" in complaint for complaint in complaints)
+
+
+@needs_browser
+def test_the_picture_of_speed_ups_shows_names_as_text(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "speed-ups.html"
+    draw_curves([(text, [1, 2], [1.0, 1.9]) for text in SMUGGLED], path, title="".join(SMUGGLED))
+    page = browser.new_page()
+    complaints: list[str] = []
+    page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(path.as_uri())
+    page.locator(".main-svg").last.wait_for()
+    assert complaints == []
+    assert page.evaluate("document.querySelectorAll('img, svg[onload], svg a').length") == 0
+    page.close()
+
+
 def test_nothing_is_fetched_and_everything_is_escaped(tmp_path: Path) -> None:
     text = write_page(tmp_path, hostile=HOSTILE).read_text(encoding="utf-8")
     own = text[: text.index("<script>")] + text[text.rindex("<script>") :]
     assert "http://" not in own
     assert "https://" not in own
-    assert "default-src 'none'" in own
+    assert "default-src 'none'; script-src 'sha256-" in own
+    assert "script-src 'unsafe-inline'" not in own
     assert HOSTILE not in text
 
 

@@ -1,5 +1,7 @@
 """A run as one page that needs no network: what was achieved, what limits it, whether the prediction held."""
 
+import base64
+import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from poseidon.report.record import CHANGES, RunRecord
 from poseidon.runtime.surroundings import counted
 from poseidon.units import format_bandwidth, format_seconds, format_traffic
 
-TEMPLATE = "page.html.j2"
+TEMPLATE, SCRIPT = "page.html.j2", "page.js"
 
 
 def write_page(path: Path, record: RunRecord, figures: Figures) -> None:
@@ -43,14 +45,14 @@ def make_page(record: RunRecord, figures: Figures) -> str:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(
-        seconds=format_seconds, traffic=format_traffic, bandwidth=format_bandwidth, percent=_percent
+        seconds=format_seconds, traffic=format_traffic, bandwidth=format_bandwidth, percent=_percent, source=_source
     )
     step = draw_step(record)
     plots = {"parts": draw_parts(figures, record), "loss": draw_curve(record, "loss")}
     plots["throughput"] = draw_curve(record, "samples_per_s")
     if step is not None:
         plots["step"] = step
-    template = environment.from_string(files("poseidon.report").joinpath(TEMPLATE).read_text(encoding="utf-8"))
+    template = environment.from_string(_text_of(TEMPLATE))
     return template.render(
         record=record,
         facts=record.facts,
@@ -64,7 +66,20 @@ def make_page(record: RunRecord, figures: Figures) -> str:
         step_number=(record.typical_index() or 0) + 1,
         plots={name: _embed(json.loads(figure.to_json())) for name, figure in plots.items()},
         plotlyjs=get_plotlyjs(),
+        script=_text_of(SCRIPT),
     )
+
+
+def _text_of(name: str) -> str:
+    return files("poseidon.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _source(script: str) -> Any:
+    """How the page's own rules name a script: by its digest, so that no other runs, whatever texts the page shows."""
+    from markupsafe import Markup  # comes with jinja2
+
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    return Markup(f"'sha256-{digest}'")
 
 
 def _embed(value: Any) -> str:

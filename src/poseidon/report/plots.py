@@ -1,5 +1,6 @@
 """The pictures of a report's page, as plotly figures without colors of a theme: the page puts these on."""
 
+import html
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -141,11 +142,11 @@ class _Canvas:
         self._top -= GAP
 
     def _add(self, kind: str, interval: Interval, begin: float, middle: float, height: float) -> None:
-        lines = [f"<b>{DRAWN[kind][0]}</b> {interval.name}", format_seconds(interval.seconds)]
+        lines = [f"<b>{DRAWN[kind][0]}</b> {html.escape(interval.name)}", format_seconds(interval.seconds)]
         if interval.num_bytes:
             lines.append(f"{format_traffic(interval.num_bytes)} sent")
         if len(layers := self._record.layers_of(interval.name)) > 1:
-            lines.append("<br>".join(["layers", *layers[:12], *(["…"] if len(layers) > 12 else [])]))
+            lines.append("<br>".join(["layers", *map(html.escape, layers[:12]), *(["…"] if len(layers) > 12 else [])]))
         self._bars[kind].append(
             {
                 "base": (interval.start - begin) * MILLISECONDS,

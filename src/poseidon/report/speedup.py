@@ -1,5 +1,6 @@
 """The picture of speed-up against hosts, one line for each link, beside the ideal."""
 
+import html
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -76,13 +77,13 @@ def _draw_html(curves: Sequence[Curve], path: Path, title: str) -> None:
         figure.add_scatter(
             x=counts,
             y=speed_ups,
-            name=name,
+            name=html.escape(name),
             mode="lines+markers",
             line={"color": color},
             hovertemplate="%{x} hosts: %{y:.2f} times one",
         )
     figure.update_layout(
-        title=title,
+        title=html.escape(title),
         template="plotly_white",
         xaxis={"title": "hosts", "tickvals": hosts},
         yaxis={"title": "speed-up over one host", "rangemode": "tozero"},
