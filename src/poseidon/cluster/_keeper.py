@@ -7,12 +7,14 @@ Lines say what to end once the pipe closes, which the kernel does even when the 
 +group 4711       kill the processes of this process group
 +net 4026532281   kill the processes in the network namespace with this inode
 +cgroup /sys/…    then remove this control group
++folder /dev/…    and this folder with all that is in it
 -group 4711       forget it: its processes are gone
 ```
 """
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -31,8 +33,11 @@ def main() -> None:
             kill(pid)
         folders = [folder for folder in folders if not remove(folder)]
         if not left and not folders:
-            return
+            break
         time.sleep(_PAUSE_SECONDS)
+    for kind, which in kept:
+        if kind == "folder":
+            shutil.rmtree(which, ignore_errors=True)
 
 
 def listen() -> set[tuple[str, str]]:

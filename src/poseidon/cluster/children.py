@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal, Self
+from typing import IO, Literal, Protocol, Self
 
 from poseidon.errors import ClusterError
 
@@ -54,7 +54,19 @@ def spawn(
     )
 
 
-def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+class Child(Protocol):
+    """What can be done with a process that was started, by this process or for it."""
+
+    pid: int
+    returncode: int | None
+    """Its exit code, minus the number of the signal that ended it; None while nobody has waited for it."""
+    stdout: IO[bytes] | None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end and returns its exit code."""
+
+
+def signal_group(process: Child, number: signal.Signals) -> None:
     """Sends a signal to a spawned process and what it started in its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
@@ -68,10 +80,10 @@ class Keeper:
             [*_PLAIN_PYTHON, str(_HERE / "_keeper.py")], stdin=subprocess.PIPE, start_new_session=True
         )
 
-    def keep(self, kind: Literal["group", "net", "cgroup"], which: int | Path) -> None:
-        """Takes charge of a process group, the processes in a network namespace, or a control group's folder.
+    def keep(self, kind: Literal["group", "net", "cgroup", "folder"], which: int | Path) -> None:
+        """Takes charge of a process group, the processes in a network namespace, a control group or another folder.
 
-        Processes are killed, of the namespace with an inode; then the folder is removed.
+        Processes are killed, of the namespace with an inode; then folders are removed.
         """
         self._tell(f"+{kind} {which}")
 

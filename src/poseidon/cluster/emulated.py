@@ -9,13 +9,16 @@ the bridge has one of its own.
 
 import logging
 import os
+import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from ipaddress import IPv4Network
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from pyroute2 import IPRoute, NetlinkError
 
@@ -48,9 +51,16 @@ _SMALLEST_BURST = 36 * KIB
 _QUEUE_S = 20e-3
 _SMALLEST_QUEUE = MIB
 """Holds the first windows of several senders to one host at low rates, so that they are not dropped."""
+_NO_QUEUE = 1
+"""Bytes: no packet fits into it, so that all are dropped."""
 _FASTEST = float(2**32 - 1)
 """Bytes per second that fit into the field of `tbf`."""
 _NOT_OPEN = "the emulated hosts are not there yet, or no longer: use the cluster in a with block"
+
+_DIRECTIONS: dict[str, Literal["up", "down", "both"]] = {"cut": "both", "cut-up": "up", "cut-down": "down"}
+"""What an action of `LinkChange` cuts."""
+_TRY_S = 0.5
+_MOST_TRIES = 64
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,6 +101,8 @@ class EmulatedCluster:
         self._links = {host.name: host.link for host in spec.hosts}
         self._addresses = {host.name: str(_NETWORK[i + 1]) for i, host in enumerate(spec.hosts)}
         self._spec = spec
+        self._cut_one_way: dict[str, set[str]] = {name: set() for name in self._links}
+        """Of each host, the directions in which its link drops every packet."""
         self._hosts: dict[str, NetworkNamespace] = {}
         self._cpu_groups: dict[str, Path] = {}
         self._bridge: NetworkNamespace | None = None
@@ -120,6 +132,7 @@ class EmulatedCluster:
         host: str,
         env: Mapping[str, str] | None = None,
         output: int = subprocess.PIPE,
+        pass_fds: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
         """Starts a command on a host. It is killed, with all its descendants, when the cluster closes.
 
@@ -128,9 +141,10 @@ class EmulatedCluster:
             host: Name of the host.
             env: The whole environment; None for this process's own.
             output: Where standard output and error go together, as for `subprocess.Popen`.
+            pass_fds: Descriptors that it inherits, beside the three standard ones.
         """
-        cgroup = self._cpu_groups.get(host)
-        return self._at(host).call(spawn, command, env=env, cwd=os.getcwd(), output=output, cgroup=cgroup)
+        cgroup, here = self._cpu_groups.get(host), os.getcwd()
+        return self._at(host).call(spawn, command, env=env, cwd=here, output=output, pass_fds=pass_fds, cgroup=cgroup)
 
     def run(self, host: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a function in a thread whose sockets are the host's, and returns what it returns."""
@@ -147,17 +161,50 @@ class EmulatedCluster:
         link = self._links[self._spec.host(host).name].model_copy(
             update={"up": _check_rate(bandwidth), "down": _check_rate(down or bandwidth)}
         )
-        self._at(host).call(_shape, INTERFACE, link.up, "change")
-        self._switch.call(_shape, self._port(host), link.down, "change")
         self._links[host] = link
+        self._reshape(host)
 
-    def cut(self, host: str) -> None:
-        """Pulls the host's cable: no packet crosses, connections stay open and silent."""
-        self._switch.call(_set_link, self._port(host), "down")
+    def cut(self, host: str, direction: Literal["up", "down", "both"] = "both") -> None:
+        """Pulls the host's cable: no packet crosses, connections stay open and silent.
+
+        Args:
+            host: Name of the host.
+            direction: `up` loses only what the host sends, `down` only what is sent to it.
+        """
+        if direction == "both":
+            self._switch.call(_set_link, self._port(host), "down")
+        else:
+            self._cut_one_way[self._spec.host(host).name].add(direction)
+            self._reshape(host)
 
     def restore(self, host: str) -> None:
         """Plugs the cable in again, at the rate from before."""
+        self._cut_one_way[self._spec.host(host).name].clear()
+        self._reshape(host)
         self._switch.call(_set_link, self._port(host), "up")
+
+    def _reshape(self, host: str) -> None:
+        link, cut = self._links[host], self._cut_one_way[host]
+        self._at(host).call(_shape, INTERFACE, link.up, "change", "up" in cut)
+        self._switch.call(_shape, self._port(host), link.down, "change", "down" in cut)
+
+    def listen(self) -> socket.socket:
+        """A socket that listens on the switch, at a free port: every host reaches it that is not cut off."""
+        return self._switch.run(socket.create_server, (_SWITCH_ADDRESS, 0))
+
+    def start_on_switch(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Starts a command on the switch, which no cut of a host's link separates from the other hosts; see `start`."""
+        return self._switch.call(spawn, command, env=env, cwd=os.getcwd(), pass_fds=pass_fds)
+
+    def reachable(self, patience_s: float) -> list[str]:
+        """Names of the hosts that reach the switch, both ways, within some seconds; all are tried at the same time."""
+        with self.listen() as listener, ThreadPoolExecutor(len(self._hosts)) as threads:
+            address = listener.getsockname()
+            listener.listen(_MOST_TRIES * len(self._hosts))
+            found = threads.map(lambda host: self.run(host, _reaches, address, patience_s), self._hosts)
+            return [host for host, reaches in zip(self._hosts, found, strict=True) if reaches]
 
     def apply(self, change: LinkChange) -> None:
         """Does what a `LinkChange` says, now."""
@@ -166,8 +213,10 @@ class EmulatedCluster:
         )
         if change.bandwidth is not None:
             self.set_bandwidth(change.host, change.bandwidth)
+        elif change.action == "restore":
+            self.restore(change.host)
         else:
-            {"cut": self.cut, "restore": self.restore}[change.action](change.host)
+            self.cut(change.host, _DIRECTIONS[change.action])
 
     def measure(self, host: str, *, seconds: float = 0.8) -> LinkRates:
         """Measures the payload rate of one host's link, first up, then down, against the unshaped switch.
@@ -194,6 +243,7 @@ class EmulatedCluster:
             namespaces = opened.enter_context(ExitStack())  # namespaces close once the keeper has emptied them
             self._bridge = _opened(NetworkNamespace("switch"), namespaces)
             keeper = opened.enter_context(Keeper())
+            keeper.keep("net", self._bridge.inode)
             _configure("make the switch", self._switch.call, _make_switch)
             for host in self._spec.hosts:
                 namespace = self._hosts[host.name] = _opened(NetworkNamespace(host.name), namespaces)
@@ -301,12 +351,26 @@ def _name_hosts(addresses: Mapping[str, str]) -> None:
         logger.debug("hosts have addresses only: %s", error)
 
 
-def _shape(interface: str, rate: float, command: str) -> None:
+def _shape(interface: str, rate: float, command: str, cut: bool = False) -> None:
     burst = max(round(rate * _BURST_S), _SMALLEST_BURST)
-    limit = burst + max(round(rate * _QUEUE_S), _SMALLEST_QUEUE)
+    limit = _NO_QUEUE if cut else burst + max(round(rate * _QUEUE_S), _SMALLEST_QUEUE)
     with IPRoute() as ip:
         (index,) = ip.link_lookup(ifname=interface)
         ip.tc(command, "tbf", index, handle="1:", rate=round(rate), burst=burst, limit=limit)
+
+
+def _reaches(address: tuple[str, int], patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    for _ in range(_MOST_TRIES):
+        try:
+            socket.create_connection(address, timeout=_TRY_S).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_TRY_S / 5)
+        else:
+            return True
+    return False
 
 
 def _set_link(interface: str, state: str) -> None:

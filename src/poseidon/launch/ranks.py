@@ -1,17 +1,19 @@
 """The processes of one launch: their output, their end, and which one failed first."""
 
+import logging
 import os
 import selectors
 import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
-from poseidon.cluster.children import Keeper, signal_group
+from poseidon.cluster.children import Child, Keeper, signal_group
 from poseidon.errors import LaunchError
+from poseidon.launch.attempts import describe_code
 from poseidon.launch.engine import OnLine
 from poseidon.launch.output import LineSplitter
 
@@ -22,7 +24,15 @@ _TERM_S = 5.0
 """From being asked to end to being killed."""
 _KILL_S = 10.0
 """From being killed to being given up."""
+_REST_S = 5.0
+"""Where a job is started again: what is left to the last ranks once half of them have ended."""
+_ASK_S = 1.0
+"""There, from being asked to end to being killed."""
+_MOST_AGAIN = 20
+"""What serves the ranks is started so often: one that ends at once would keep doing so."""
 _READ_BYTES = 65536
+
+log = logging.getLogger(__name__)
 
 TimedAction = tuple[float, Callable[[], None]]
 """Seconds after the start, and what to do then."""
@@ -36,9 +46,13 @@ class RankProcess:
     """What its output lines begin with."""
     what: str
     """What errors call it."""
-    process: subprocess.Popen[bytes]
+    process: Child
     serves: bool = False
     """It has to outlive the ranks: its end before theirs is a failure, and nobody waits for it."""
+    again: Callable[[], Child] | None = None
+    """Starts it once more where it serves and has ended too early; then that is no failure."""
+    num_again: int = 0
+    """How often it was started once more."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
     splitter: LineSplitter = field(default_factory=LineSplitter)
 
@@ -48,55 +62,82 @@ class RankProcess:
         assert self.process.stdout is not None
         return self.process.stdout
 
+    @property
+    def code(self) -> int:
+        """How it ended, as `subprocess` says it."""
+        return self.process.returncode or 0
+
     def failure(self) -> str:
         """How it ended and its last lines, as the text of an error."""
-        code = self.process.returncode
-        how = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        how = describe_code(self.code)
         lines = "".join(f"\n    {line}" for line in self.tail)
         return f"{self.what} failed first, with {how}{f'; its last lines:{lines}' if lines else ' and no output'}"
 
 
 class Supervision:
-    """Watches the processes of one launch until the last has ended; used by one thread."""
+    """Watches the processes of one launch until the last has ended; used by one thread.
+
+    Args:
+        on_line: Gets every line of the ranks' output.
+        grace_s: After the first failure the others have so many seconds.
+        restarts: Whether ranks may be started again: then nobody waits for what can no longer say anything.
+        actions: What is due when.
+        keeper: Ends the processes should this one be killed.
+    """
 
     def __init__(
-        self, on_line: OnLine, *, grace_s: float, actions: Sequence[TimedAction] = (), keeper: Keeper | None = None
+        self,
+        on_line: OnLine,
+        *,
+        grace_s: float,
+        restarts: bool = False,
+        actions: Sequence[TimedAction] = (),
+        keeper: Keeper | None = None,
     ) -> None:
         self._on_line = on_line
+        self._restarts = restarts
+        self._stopping = False
         self._keeper = keeper
         self._grace_s = grace_s
         self._start = time.monotonic()
         self._due = sorted(actions, key=lambda action: action[0])
         self._running: list[RankProcess] = []
+        self._num_ranks = 0
+        """Of this attempt."""
         self._failed: RankProcess | None = None
         self._selector = selectors.DefaultSelector()
 
     def add(self, rank: RankProcess) -> None:
         """Puts a started process under supervision, and its group under the keeper's care."""
-        if self._keeper is not None:
-            self._keeper.keep("group", rank.process.pid)
-        self._running.append(rank)
-        os.set_blocking(rank.output.fileno(), False)
-        self._selector.register(rank.output, selectors.EVENT_READ, (rank, self._read))
-        # epoll hands events on in the order in which they came about: the first failure is the first one seen
-        self._selector.register(os.pidfd_open(rank.process.pid), selectors.EVENT_READ, (rank, self._ended))
+        self._watch(rank)
+        if not rank.serves:
+            self._num_ranks += 1
 
-    def wait(self) -> None:
-        """Hands on output and does what is due, until every rank has ended.
+    def wait(self) -> RankProcess | None:
+        """Hands on output and does what is due, until every rank has ended; what serves them goes on.
+
+        Returns:
+            The rank that failed first; None where all ended well.
 
         Raises:
-            LaunchError: A rank failed.
+            LaunchError: What serves the ranks failed, and cannot be started again.
         """
-        while self._ranks_running() and self._failed is None:
+        while self._ranks_left() and self._failed is None:
             self._step()
-        self._end_after(self._grace_s)
-        if self._failed is not None:
-            raise LaunchError(self._failed.failure())
+        if self._restarts:
+            self._end_soon()
+        else:
+            self._end_patiently()
+        failed, self._failed, self._num_ranks = self._failed, None, 0
+        if failed is not None and failed.serves:
+            raise LaunchError(failed.failure())
+        return failed
 
     def stop(self) -> None:
         """Ends what still runs: SIGTERM first, SIGKILL five seconds later."""
+        self._stopping = True
         try:
-            self._end_after(0.0)
+            self._end(lambda: self._running, _TERM_S)
         finally:
             for rank in self._running:  # interrupted once more, or nobody takes the output
                 signal_group(rank.process, signal.SIGKILL)
@@ -108,22 +149,48 @@ class Supervision:
             self._running.clear()
             self._selector.close()
 
-    def _end_after(self, seconds: float) -> None:
-        """Lets ranks end by themselves for some seconds, then asks what is left to end, then kills it."""
-        deadline = time.monotonic() + seconds
-        while self._ranks_running() and time.monotonic() < deadline:
+    def _watch(self, rank: RankProcess) -> None:
+        if self._keeper is not None:
+            self._keeper.keep("group", rank.process.pid)
+        self._running.append(rank)
+        os.set_blocking(rank.output.fileno(), False)
+        self._selector.register(rank.output, selectors.EVENT_READ, (rank, self._read))
+        # epoll hands events on in the order in which they came about: the first failure is the first one seen
+        self._selector.register(os.pidfd_open(rank.process.pid), selectors.EVENT_READ, (rank, self._ended))
+
+    def _end_soon(self) -> None:
+        """Lets ranks say whom they lost, as long as that may take; a stopped one cannot say anything."""
+        deadline = time.monotonic() + self._grace_s
+        half_gone = False
+        while (left := self._ranks_left()) and time.monotonic() < deadline:
+            if not half_gone and 2 * len(left) <= self._num_ranks:
+                half_gone, deadline = True, min(deadline, time.monotonic() + _REST_S)
+            for rank in left:
+                if _is_stopped(rank.process.pid):
+                    signal_group(rank.process, signal.SIGKILL)
             self._step()
-        for number, pause in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
-            for rank in self._running:
+        self._end(self._ranks_left, _ASK_S)
+
+    def _end_patiently(self) -> None:
+        """Lets ranks end by themselves for as long as their grace is."""
+        deadline = time.monotonic() + self._grace_s
+        while self._ranks_left() and time.monotonic() < deadline:
+            self._step()
+        self._end(self._ranks_left, _TERM_S)
+
+    def _end(self, left: Callable[[], list[RankProcess]], ask_s: float) -> None:
+        """Asks processes to end, and kills those that have not after some seconds."""
+        for number, pause in ((signal.SIGTERM, ask_s), (signal.SIGKILL, _KILL_S)):
+            for rank in left():
                 signal_group(rank.process, number)
             deadline = time.monotonic() + pause
-            while self._running and time.monotonic() < deadline:
+            while left() and time.monotonic() < deadline:
                 self._step()
-        if self._running:
-            raise LaunchError(f"{self._running[0].what} cannot be killed: look for state D in ps")
+        if stuck := left():
+            raise LaunchError(f"{stuck[0].what} cannot be killed: look for state D in ps")
 
-    def _ranks_running(self) -> bool:
-        return any(not rank.serves for rank in self._running)
+    def _ranks_left(self) -> list[RankProcess]:
+        return [rank for rank in self._running if not rank.serves]
 
     def _step(self) -> None:
         """One round: output that is there, processes that have ended, actions that are due."""
@@ -159,8 +226,16 @@ class Supervision:
         self._hand_on(rank, rank.splitter.flush())
         rank.output.close()
         self._running.remove(rank)
-        if self._failed is None and (self._ranks_running() if rank.serves else code):
+        if rank.serves and rank.again is not None and rank.num_again < _MOST_AGAIN and not self._stopping:
+            self._serve_again(rank, rank.again)
+        elif self._failed is None and (self._ranks_left() if rank.serves else code):
             self._failed = rank
+
+    def _serve_again(self, rank: RankProcess, again: Callable[[], Child]) -> None:
+        rank.num_again += 1
+        log.warning("%s ended with %s: it is started again, and the ranks go on", rank.what, describe_code(rank.code))
+        rank.process, rank.splitter = again(), LineSplitter()
+        self._watch(rank)
 
     def _hand_on(self, rank: RankProcess, lines: Sequence[str]) -> None:
         for line in lines:
@@ -173,8 +248,9 @@ class Supervision:
             self._selector.unregister(fd)
 
 
-def _signal_name(number: int) -> str:
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, and does nothing until another one lets it go on."""
     try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return str(number)
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
