@@ -10,21 +10,25 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from poseidon.comm.liveness import Liveness
+from poseidon.comm.mesh import BACKEND_NAMES, Mesh, abort_all
 from poseidon.errors import CommError, CommTimeoutError, PeerLostError
 from poseidon.units import GIB, MIB, format_bytes
 
+EXCHANGE_SECONDS = 30 * 24 * 3600.0
+"""Deadline of a single exchange: none, in effect. `Liveness` says who is lost, and the others are waited for."""
 SPLIT_ABOVE_BYTES = MIB
+"""A tensor below this size stays on one connection: splitting it would only add messages."""
 MOST_TEXT_BYTES = 64 * MIB
 """Of one rank's text: a plan or a timeline has a few MiB."""
 MOST_GATHERED_BYTES = 4 * GIB
 """Of the texts of all ranks together."""
-"""A tensor below this size stays on one connection: splitting it would only add messages."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,15 @@ class Layout:
         counts = [len(host) for host in self.hosts]
         ranks = str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
         return f"{len(counts)} host{'s' * (len(counts) > 1)} with {ranks} rank{'s' * (ranks != '1')}"
+
+
+def _new_group(ranks: Sequence[int] | None = None, mesh: Mesh | None = None) -> dist.ProcessGroup | None:
+    """Further connections between some ranks, all if left out; called on all ranks together."""
+    members = None if ranks is None else list(ranks)
+    group: dist.ProcessGroup | None = dist.new_group(members, timeout=timedelta(seconds=EXCHANGE_SECONDS))
+    if mesh is not None and isinstance(group, dist.ProcessGroup):  # what is none says that this rank is not in it
+        mesh.seal(group)
+    return group
 
 
 def _longest_text(lengths: Sequence[int], what: str) -> int:
@@ -147,6 +160,7 @@ class Group:
             the first `connections` of them.
         liveness: Who is still there; None where nobody watches (tests, one rank).
         hosts: The ranks of each host, every rank once; a host for each rank if left out.
+        mesh: Who watches over the connections; None where nobody does.
     """
 
     def __init__(
@@ -155,10 +169,12 @@ class Group:
         *,
         liveness: Liveness | None = None,
         hosts: Sequence[Sequence[int]] = (),
+        mesh: Mesh | None = None,
     ) -> None:
         self._groups = list(groups)
         self.connections = 1
         self.liveness = liveness
+        self._mesh = mesh
         self.rank = self._groups[0].rank() if self._groups else 0
         self.world_size = self._groups[0].size() if self._groups else 1
         self.layout = Layout(tuple(map(tuple, hosts)) or tuple((rank,) for rank in range(self.world_size)))
@@ -169,12 +185,17 @@ class Group:
         self._side: Group | None = None
         self._has_run = False
         self._traffic = Traffic()
-        self.takes_short_messages = not self._groups or self._groups[0].name() == "gloo"
+        self.takes_short_messages = not self._groups or self._groups[0].name() in BACKEND_NAMES
         """A receive may be posted with a larger buffer than the message: gloo yes, NCCL no."""
 
     @classmethod
     def of_default(
-        cls, *, max_connections: int = 1, liveness: Liveness | None = None, hosts: Sequence[Sequence[int]] = ()
+        cls,
+        *,
+        max_connections: int = 1,
+        liveness: Liveness | None = None,
+        hosts: Sequence[Sequence[int]] = (),
+        mesh: Mesh | None = None,
     ) -> "Group":
         """A group over torch's default process group; further connections are made now.
 
@@ -182,11 +203,12 @@ class Group:
             max_connections: Connections to each peer.
             liveness: Who is still there.
             hosts: The ranks of each host; found out now if left out.
+            mesh: Who watches over the connections.
         """
         if not dist.is_initialized():
             return cls([])
-        groups = [dist.group.WORLD] + [dist.new_group() for _ in range(max_connections - 1)]
-        group = cls([g for g in groups if g is not None], liveness=liveness, hosts=hosts)
+        groups = [dist.group.WORLD] + [_new_group(mesh=mesh) for _ in range(max_connections - 1)]
+        group = cls([g for g in groups if g is not None], liveness=liveness, hosts=hosts, mesh=mesh)
         if not hosts:
             group.layout = Layout.of_names(group.all_gather_text(host_identity(), "finding out who shares a host"))
         return group
@@ -197,6 +219,21 @@ class Group:
             sibling.close()
         self._siblings, self._side = [], None
         self._groups, self._lanes = [], []
+
+    def abort(self) -> None:
+        """Ends everything that is under way on this group, its lanes and siblings; from any thread, and for good.
+
+        What waits for a transfer gets an error within milliseconds, here and on the other ranks, so that no thread
+        hangs and the process can end in good order.
+        """
+        if self._mesh is None:
+            if self._groups:
+                abort_all()
+            return
+        groups = [group for group in (*self._groups, *self._lanes) if isinstance(group, dist.ProcessGroup)]
+        self._mesh.abort(groups)
+        for sibling in self._siblings:
+            sibling.abort()
 
     @property
     def bytes_sent(self) -> int:
@@ -263,8 +300,10 @@ class Group:
         made: list[dist.ProcessGroup] = []
         if self._groups:
             ranks = dist.get_process_group_ranks(self._groups[0])
-            made = [group for group in (dist.new_group(ranks) for _ in range(num_connections)) if group is not None]
-        sibling = Group(made, liveness=self.liveness, hosts=self.layout.hosts)
+            made = [
+                group for group in (_new_group(ranks, self._mesh) for _ in range(num_connections)) if group is not None
+            ]
+        sibling = Group(made, liveness=self.liveness, hosts=self.layout.hosts, mesh=self._mesh)
         sibling.root, sibling._traffic = self.root, self._traffic
         self.root._siblings.append(sibling)
         return sibling
@@ -272,7 +311,7 @@ class Group:
     def join_lanes(self) -> None:
         """Makes the connections across hosts that `all_reduce_in_lane` uses; on all ranks together, once."""
         if not self._lanes:
-            self._lanes = [dist.new_group(self.layout.lane(index)) for index in range(self.layout.num_lanes)]
+            self._lanes = [_new_group(self.layout.lane(index), self._mesh) for index in range(self.layout.num_lanes)]
 
     def all_reduce_in_lane(self, tensor: torch.Tensor, what: str) -> Pending:
         """Starts to sum `tensor` over the ranks of this rank's lane, in place; nothing where it is in none."""

@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 BACKEND = "poseidon_gloo"
 """What torch calls gloo where a range of ports is set: gloo all the same, on listeners that we choose."""
+BACKEND_NAMES = ("gloo", "custom")
+"""What a group's `name()` says that was made with either."""
 CHECK_SECONDS = 60.0
 """How long ranks wait for each other's account of their connections; all have just connected."""
 GLOO_BACKLOG = 512
@@ -158,7 +160,7 @@ class _Device:
     """One device of gloo, with the group that it serves."""
 
     prefix: str
-    """Of the keys under which its addresses are published: `0//1//cpu//0` in group 1, `0//cpu//0` in the default one."""
+    """Of the keys under which its addresses are published: `0//1//cpu//0` for group 1, `0//cpu//0` for the default."""
     listener: Watched
     address: Endpoint
     """Where gloo itself bound; it decides by this who connects to whom."""
@@ -233,12 +235,6 @@ class Mesh(Store):
     def set_timeout(self, timeout: timedelta) -> None:
         """Hands on."""
         self._store.set_timeout(timeout)
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long it waits for a key."""
-        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
-        return timeout
 
     def clone(self) -> "Mesh":
         """Itself: the devices of all groups are kept in one place."""

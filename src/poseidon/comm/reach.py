@@ -6,12 +6,11 @@ that cannot; so each pair is tried here first, with plain TCP, in milliseconds, 
 
 import errno
 import ipaddress
-import json
 import os
 import selectors
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,8 @@ from torch._C._distributed_c10d import Store
 
 from poseidon.artifact import Value
 from poseidon.cluster.measurements import Interface
+from poseidon.comm.dialing import resolve
+from poseidon.comm.ports import listen
 from poseidon.errors import CommError, ConfigError
 from poseidon.units import format_seconds
 
@@ -37,11 +38,18 @@ def route_to(address: str, port: int = 1) -> str:
     Raises:
         OSError: The name is not known, or there is no route.
     """
-    info = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
-        probe.connect(info[4])
-        local: str = probe.getsockname()[0]
-    return local
+    failure: OSError | None = None
+    for family, there in resolve(address, port or 1):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(there)
+            except OSError as error:  # another family may lead there
+                failure = failure or error
+                continue
+            local: str = probe.getsockname()[0]
+            return local
+    assert failure is not None
+    raise failure
 
 
 def interface_to(address: str, port: int = 1) -> Interface:
@@ -143,9 +151,18 @@ class Place(Value):
     port: int
 
 
+class Tried(Value):
+    """What became of one rank's connections, by peer."""
+
+    failures: dict[int, str]
+    """Why it could not connect."""
+    sources: dict[int, str]
+    """From which of its addresses it has connected."""
+
+
 def check_pairs(
     store: Store, rank: int, world_size: int, *, address: str, host: str, patience: float, coordinator: str
-) -> None:
+) -> list[str]:
     """Tries a TCP connection from every rank to every other; called by all ranks together.
 
     Args:
@@ -157,32 +174,27 @@ def check_pairs(
         patience: Seconds to wait for the others to come here.
         coordinator: What errors call the store.
 
+    Returns:
+        The addresses from which the others connect to this rank, each once.
+
     Raises:
         CommError: A pair cannot connect, the same on every rank: from where to where, and why.
     """
     with ExitStack() as stack:
-        listener = stack.enter_context(_listen(address, world_size))
+        listener = stack.enter_context(listen(address, backlog=max(128, world_size)))
         mine = Place(host=host, address=address, port=listener.getsockname()[1])
         texts = _gather(store, "place", rank, world_size, mine.model_dump_json(), patience, coordinator)
         places = [Place.model_validate_json(text) for text in texts]
-        failures = _try_all(rank, places)
+        tried = _try_all(rank, places).model_dump_json()
         # The listener stays open until everybody has tried; the kernel completes connections without any accept.
-        found = _gather(store, "reach", rank, world_size, json.dumps(failures), patience + CONNECT_SECONDS, coordinator)
-    failed = [(sender, int(peer), why) for sender, text in enumerate(found) for peer, why in json.loads(text).items()]
+        texts = _gather(store, "reach", rank, world_size, tried, patience + CONNECT_SECONDS, coordinator)
+        found = [Tried.model_validate_json(text) for text in texts]
+    failed = [(sender, peer, why) for sender, one in enumerate(found) for peer, why in one.failures.items()]
     if failed:
         with suppress(RuntimeError, CommError):  # whoever serves the store stays until all have read
             _gather(store, "heard", rank, world_size, "", CONNECT_SECONDS, coordinator)
         raise CommError(_no_way(places, failed, coordinator))
-
-
-def _listen(address: str, world_size: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, 0), family=family, backlog=max(128, world_size))
-    except OSError as error:
-        raise CommError(
-            f"cannot listen on {address}, where the other ranks are to connect: {error.strerror}"
-        ) from error
+    return sorted({one.sources[rank] for peer, one in enumerate(found) if peer != rank})
 
 
 def _gather(
@@ -202,9 +214,10 @@ def _gather(
         ) from error
 
 
-def _try_all(rank: int, places: Sequence[Place]) -> Mapping[int, str]:
-    """Why this rank cannot connect, by peer; all peers at once."""
+def _try_all(rank: int, places: Sequence[Place]) -> Tried:
+    """Connects this rank to all others at once, and says what became of it."""
     failures: dict[int, str] = {}
+    sources: dict[int, str] = {}
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for peer, place in enumerate(places):
             if peer == rank:
@@ -224,9 +237,11 @@ def _try_all(rank: int, places: Sequence[Place]) -> Mapping[int, str]:
                 selector.unregister(key.fileobj)
                 if code := key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     failures[key.data] = os.strerror(code)
+                else:
+                    sources[key.data] = key.fileobj.getsockname()[0]
         for key in selector.get_map().values():
             failures[key.data] = f"no answer within {format_seconds(CONNECT_SECONDS)}"
-    return dict(sorted(failures.items()))
+    return Tried(failures=dict(sorted(failures.items())), sources=sources)
 
 
 def _no_way(places: Sequence[Place], failed: Sequence[tuple[int, int, str]], coordinator: str) -> str:

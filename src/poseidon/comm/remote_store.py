@@ -19,6 +19,7 @@ from enum import Enum
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
+from poseidon.comm.dialing import dial
 from poseidon.comm.frames import FrameError, FrameReader, FrameWriter, Message, Op
 from poseidon.comm.handshake import (
     ANSWER_BYTES,
@@ -128,7 +129,7 @@ class _Session:
 
     def __init__(self, coordinator: Coordinator) -> None:
         try:
-            self.socket = socket.create_connection((coordinator.address, coordinator.port), CONNECT_SECONDS)
+            self.socket = dial(coordinator.address, coordinator.port, seconds=CONNECT_SECONDS)
         except ConnectionRefusedError as error:
             raise _NoAnswerError(Trouble.REFUSED, "nobody listens there") from error
         except OSError as error:
