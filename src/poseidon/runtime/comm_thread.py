@@ -103,12 +103,20 @@ class CommThread:
         if self._failure is not None or liveness is None:
             return
         if lost := liveness.lost():
-            self._failure = PeerLostError(f"{what} cannot end: {lost}")
+            self._fail(PeerLostError(f"{what} cannot end: {lost}"))
         elif transfer.scheduled and (elsewhere := liveness.left_behind(index)):
-            self._failure = CommError(
-                f"{what} cannot end: {elsewhere}; every rank must run backward equally often (one without data calls "
-                "empty_step())"
+            self._fail(
+                CommError(
+                    f"{what} cannot end: {elsewhere}; every rank must run backward equally often (one without data "
+                    "calls empty_step())"
+                )
             )
+
+    def _fail(self, error: PoseidonError) -> None:
+        """Keeps the first failure for the training thread, and ends what is under way: no thread is to hang in it."""
+        if self._failure is None:
+            self._failure = error
+            self._group.abort()
 
     def wait_for(self, pending: Pending, name: str, *, in_step: bool = False) -> None:
         """Blocks the training thread until what it has issued itself, outside the schedule, has ended.
@@ -170,9 +178,9 @@ class CommThread:
         try:
             action()
         except PoseidonError as error:
-            self._failure = self._failure or error
+            self._fail(error)
             return False
         except RuntimeError as error:
-            self._failure = self._failure or CommError(f"a communication thread failed: {error}")
+            self._fail(CommError(f"a communication thread failed: {error}"))
             return False
         return True
