@@ -164,6 +164,7 @@ def test_the_folder_is_complete(tmp_path: Path, task_file: str) -> None:
     (output, _) = run_ranks(2, train_rank, task_file, {"steps": 7, "out": folder, "tensorboard": True}, init=False)
 
     assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
         "model.safetensors",
         "plan.json",
         "predicted.jsonl",

@@ -25,10 +25,10 @@ class Watchers(Watcher):
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self._watchers = watchers
 
-    def on_start(self, num_steps: int) -> None:
+    def on_start(self, num_steps: int, num_made: int = 0) -> None:
         """See `Watcher`."""
         for watcher in self._watchers:
-            watcher.on_start(num_steps)
+            watcher.on_start(num_steps, num_made)
 
     def on_step(self, num_steps: int) -> None:
         """See `Watcher`."""
@@ -65,15 +65,15 @@ class Progress(Watcher):
             columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Bar(*columns, console=terminal, transient=True)
             self._bar_task = self._bar.add_task("starting", total=None)
-        self._num_steps = 0
+        self._num_steps = self._num_made = 0
         self._shown_at = self._clock()
 
-    def on_start(self, num_steps: int) -> None:
+    def on_start(self, num_steps: int, num_made: int = 0) -> None:
         """See `Watcher`."""
-        self._num_steps = num_steps
+        self._num_steps, self._num_made = num_steps, num_made
         self._shown_at = self._clock()
         if self._bar is not None:
-            self._bar.update(self._bar_task, total=num_steps)
+            self._bar.update(self._bar_task, total=num_steps, completed=num_made)
 
     def on_step(self, num_steps: int) -> None:
         """See `Watcher`."""
@@ -89,7 +89,7 @@ class Progress(Watcher):
         done = results[-1].step + 1
         if self._bar is not None:
             self._bar.update(self._bar_task, description=state)
-        elif self._clock() - self._shown_at >= LINE_SECONDS or done == len(results):
+        elif self._clock() - self._shown_at >= LINE_SECONDS or done == self._num_made + len(results):
             self._shown_at = self._clock()
             left = (self._num_steps - done) * seconds / len(results)
             self._console.print(f"step {done} of {self._num_steps}, {state}, {left:,.0f} s left", soft_wrap=True)
@@ -116,10 +116,14 @@ class Progress(Watcher):
 
 
 class StepsFile(Watcher):
-    """Writes every step into the run's folder."""
+    """Writes every step into the run's folder, on rank 0; on every rank cuts off what is made anew."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
+
+    def on_start(self, num_steps: int, num_made: int = 0) -> None:
+        """See `Watcher`."""
+        self._folder.go_on_from(num_made)
 
     def on_results(self, results: Sequence[StepResult]) -> None:
         """See `Watcher`."""
@@ -131,9 +135,14 @@ class Tensorboard(Watcher):
 
     def __init__(self, folder: Path) -> None:
         self.check()
+        self._folder = folder
+        self._writer: Any = None
+
+    def on_start(self, num_steps: int, num_made: int = 0) -> None:
+        """See `Watcher`; events of steps that are made anew count no longer."""
         from torch.utils.tensorboard import SummaryWriter  # the extra may not be installed
 
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(self._folder), purge_step=num_made or None)
 
     @staticmethod
     def check() -> None:
@@ -157,9 +166,10 @@ class Tensorboard(Watcher):
             self._writer.add_scalar(f"test/{name}", value, num_steps)
 
     def __enter__(self) -> Self:
-        """The file is open already."""
+        """The file is opened when the training starts."""
         return self
 
     def __exit__(self, *_: object) -> None:
         """Closes it."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()

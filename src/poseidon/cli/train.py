@@ -27,6 +27,7 @@ from poseidon.cli.hosts import (
 )
 from poseidon.cli.progress import Progress, StepsFile, Tensorboard, Watchers
 from poseidon.cli.terminal import make_console
+from poseidon.cli.train_options import TrainOptions
 from poseidon.cli.virtual import VirtualOption, as_virtual
 from poseidon.cluster.spec import LinkChange
 from poseidon.comm.group import Group
@@ -36,6 +37,7 @@ from poseidon.report.summary import Summary, draw, summarize
 from poseidon.runtime.attach import Run
 from poseidon.runtime.baseline import Baseline, measure_baseline
 from poseidon.runtime.clocks import Clocks, measure_offsets
+from poseidon.runtime.keeping import Keeping
 from poseidon.runtime.ledger import Watcher
 from poseidon.runtime.options import Shares
 from poseidon.runtime.run_folder import RunFolder, check_unused
@@ -43,6 +45,7 @@ from poseidon.runtime.seeding import seed as seed_rank
 from poseidon.runtime.surroundings import Surroundings, counted, device_of_rank, survey
 from poseidon.runtime.trainer import Outcome, Schedule
 from poseidon.runtime.trainer import train as train_task
+from poseidon.runtime.weights import apply_weights, load_weights
 from poseidon.tasks import Task, load_task
 from poseidon.timeline import Step, Timeline, to_line
 
@@ -51,7 +54,12 @@ SUMMARIZED_STEPS = 200
 
 
 def train(
-    task: Annotated[str, typer.Argument(help="A built-in task's name, or path/to/file.py:function.", metavar="TASK")],
+    task: Annotated[
+        str | None,
+        typer.Argument(
+            help="A built-in task's name, or path/to/file.py:function. Not needed with --resume.", metavar="TASK"
+        ),
+    ] = None,
     hosts: HostsOption = None,
     procs_per_host: ProcsPerHostOption = 1,
     link: LinkOption = None,
@@ -73,6 +81,23 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Stop after this many steps.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the first weights and the order of the samples.", min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="A new folder for model, plan, steps and timeline.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder, by its own options.", metavar="RUN")
+    ] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Begin with these weights: .safetensors, .pt, a checkpoint or a run's folder.")
+    ] = None,
+    save_every: Annotated[
+        str, typer.Option(help="With --out, a checkpoint so often and after each epoch: 500steps or 10min.")
+    ] = "10min",
+    keep_last: Annotated[int, typer.Option(help="So many of the newest checkpoints stay.", min=1)] = 3,
+    keep_best: Annotated[int, typer.Option(help="And so many of the best, by the task's score.", min=0)] = 0,
+    commit_every: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep steps in memory so often, for a restart; 1% of the time if not given.", metavar="EVERY"
+        ),
+    ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard too.")] = False,
     virtual: VirtualOption = None,
     baseline: Annotated[
@@ -95,112 +120,99 @@ def train(
 
     torchrun --nnodes 2 … -m poseidon train fashion-mnist
     """
-    check_allowed(allow)
-    changes = [LinkChange.parse(text) for text in at or []]
-    spec = read_hosts(hosts, procs_per_host, link, cluster, cpu)
+    command = TrainOptions.model_validate(locals()).merged()
+    check_allowed(command.allow)
+    changes = [LinkChange.parse(text) for text in command.at or []]
+    spec = read_hosts(command.hosts, command.procs_per_host, command.link, command.cluster, command.cpu)
     if changes and spec is None:
         raise typer.BadParameter("links that change need emulated hosts: add --hosts", param_hint="--at")
-    if tensorboard and out is None:
+    if command.tensorboard and command.out is None:
         raise typer.BadParameter("events need a folder: add --out", param_hint="--tensorboard")
+    if command.task is None:
+        raise typer.BadParameter("say what to train, or --resume a run", param_hint="TASK")
+    keeping = command.keeping()
     launcher = spec is not None and not is_worker()
     if launcher:
         prepare()
-    chosen = load_task(task)
-    if tensorboard:
+    chosen = load_task(command.task)
+    if command.tensorboard:
         Tensorboard.check()
     if launcher:
         assert spec is not None
-        if out is not None:
-            check_unused(out)
+        if command.out is not None and command.resume is None:
+            check_unused(command.out)
         launch(spec, changes)
         return
-    schedule = Schedule(
-        epochs=epochs or chosen.epochs,
-        max_steps=steps,
-        batch_size=accumulate * (batch or chosen.batch_size),
-        accumulate=accumulate,
-        seed=seed,
-        check_replicas=check_replicas,
-    )
-    chosen = as_virtual(chosen, virtual, schedule.batch_size // accumulate)
+    schedule = command.schedule(chosen)
+    chosen = as_virtual(chosen, command.virtual, schedule.batch_size // schedule.accumulate)
     options = {
-        "task": task,
-        "plan": plan,
-        "allow": allow,
-        "shares": shares,
-        "virtual": virtual,
+        **{name: getattr(command, name) for name in ("task", "plan", "allow", "shares", "virtual", "at")},
         **schedule.model_dump(),
         "link": describe_links(spec),
+        "link_bytes_per_s": None if spec is None else min(host.link.up for host in spec.hosts),
+        "command": command.to_facts(),
     }
-    options["at"] = at
-    options["link_bytes_per_s"] = None if spec is None else min(host.link.up for host in spec.hosts)
     with joined() as group:
-        work(chosen, schedule, options, group, out=out, tensorboard=tensorboard, baseline=baseline, explain=explain)
+        work(chosen, schedule, options, group, command, keeping)
 
 
 def work(
-    task: Task,
-    schedule: Schedule,
-    options: dict[str, Any],
-    group: Group,
-    *,
-    out: Path | None,
-    tensorboard: bool = False,
-    baseline: bool = True,
-    explain: bool = False,
+    task: Task, schedule: Schedule, options: dict[str, Any], group: Group, command: TrainOptions, keeping: Keeping
 ) -> None:
     """What every rank does.
 
     Args:
         task: What is trained.
         schedule: How long.
-        options: As they were given; they are written down.
+        options: What is written down of them.
         group: All ranks.
-        out: A new folder for what the run leaves behind.
-        tensorboard: Whether events go there too.
-        baseline: Whether one rank alone is measured first, where there are several and there is a folder to keep it in.
-        explain: Whether it is said at the end how each parameter travels.
+        command: What was asked for.
+        keeping: What is kept on the way.
     """
     console = make_console()
     device = device_of_rank()
     surroundings = survey(group, device, options["link"])
     with ExitStack() as stack:
-        folder = None if out is None else stack.enter_context(RunFolder(out, group))
+        facts: dict[str, Any] = {
+            "poseidon": __version__,
+            "task": task.name,
+            "note": task.note,
+            "options": options,
+            "surroundings": surroundings.model_dump(),
+            "baseline": None,
+        }
+        folder = None
+        if command.out is not None:
+            folder = stack.enter_context(RunFolder(command.out, group, check=command.check_folder(group.rank)))
+            facts["baseline"] = folder.begin(facts).get("baseline")
         if group.rank == 0:
             console.print(f"{task.name}: {task.note}\n{surroundings.sentence()}", soft_wrap=True)
-        alone = None
-        if baseline and folder is not None and group.world_size > 1:
-            alone = _measure_alone(task, schedule, device, group, surroundings, console)
+        if command.baseline and folder is not None and group.world_size > 1 and not command.goes_on:
+            facts["baseline"] = _measure_alone(task, schedule, device, group, surroundings, console).model_dump()
         torch.manual_seed(schedule.seed)
         model = task.make_model().to(device)
+        if command.init is not None and group.rank == 0:  # the others get them from here
+            apply_weights(model, load_weights(command.init))
         optimizer = task.make_optimizer(model.parameters())
         wanted = {name: options[name] for name in ("plan", "allow", "shares")}
         run = distribute(model, optimizer, group=group, **wanted)
         seed_rank(schedule.seed, group=group)  # dropout draws other masks on each rank
         if folder is not None:
             run.recorder.on_step.append(folder.note_step)
-        facts = {
-            "poseidon": __version__,
-            "task": task.name,
-            "note": task.note,
-            "options": options,
-            "surroundings": surroundings.model_dump(),
-            "baseline": alone and alone.model_dump(),
-        }
         if folder is not None and group.rank == 0:
             folder.write_facts(facts)
-        watcher = _watcher(task, console, folder, group, stack, tensorboard=tensorboard)
+        watcher = _watcher(task, console, folder, group, stack, tensorboard=command.tensorboard)
         clocks_at_start = measure_offsets(group)
-        outcome = train_task(task, run, schedule, watcher)
+        outcome = train_task(task, run, schedule, watcher, keeping)
         clocks = Clocks(start=clocks_at_start, end=measure_offsets(group))
         summary = summarize(clocks.align_all(gather_timelines(run)))
-        exchanges, explanation = run.layers_by_exchange, run.explain() if explain else ""
+        exchanges, explanation = run.layers_by_exchange, run.explain() if command.explain else ""
         run.detach()
         if folder is not None:
             _finish(folder, run, {**facts, "exchanges": exchanges}, clocks, outcome, summary)
         if group.rank == 0:
             _report(console, task, run, outcome, summary, surroundings, folder)
-            if explain:
+            if command.explain:
                 console.print(f"\n{explanation}", soft_wrap=True)
         group.barrier()
 
@@ -219,13 +231,11 @@ def _measure_alone(
 def _watcher(
     task: Task, console: Console, folder: RunFolder | None, group: Group, stack: ExitStack, *, tensorboard: bool
 ) -> Watcher:
-    """Rank 0 shows how it goes and writes it down; the others do not."""
-    if group.rank != 0:
-        return Watcher()
-    watchers: list[Watcher] = [stack.enter_context(Progress(task.metric, console))]
-    if folder is not None:
-        watchers.append(StepsFile(folder))
-        if tensorboard:
+    """Rank 0 shows how it goes and writes it down; the others only cut off what they are to make anew."""
+    watchers: list[Watcher] = [] if folder is None else [StepsFile(folder)]
+    if group.rank == 0:
+        watchers.append(stack.enter_context(Progress(task.metric, console)))
+        if folder is not None and tensorboard:
             watchers.append(stack.enter_context(Tensorboard(folder.path / "tensorboard")))
     return Watchers(watchers)
 
@@ -277,5 +287,7 @@ def _report(
     )
     console.print(draw(summary, num_hosts=surroundings.hosts))
     console.print(f"plan: {run.plan.summary()}", soft_wrap=True)
+    for line in outcome.kept.sentences():
+        console.print(line, soft_wrap=True)
     if folder is not None:
         console.print(f"written to {folder.path}", soft_wrap=True)

@@ -21,13 +21,16 @@ from poseidon.profile.structure import owned_parameters
 from poseidon.runtime.binding import check_plan
 from poseidon.runtime.claims import check_unclaimed
 from poseidon.runtime.clipping import clip_grad_norm_, grad_norm
+from poseidon.runtime.commits import Commits
 from poseidon.runtime.explanation import Setting, explain
 from poseidon.runtime.ignored import ignored_names
 from poseidon.runtime.loading import ShardedLoader, Sharding, Source, shard
 from poseidon.runtime.means import Figure, mean_over_ranks
+from poseidon.runtime.memory import can_restart
 from poseidon.runtime.optimizers import Optimizers, listed
 from poseidon.runtime.options import RunOptions
 from poseidon.runtime.replicas import broadcast_model, check_same_model, check_same_plan
+from poseidon.runtime.resuming import Resumption
 from poseidon.runtime.saved_state import Loaded, load
 from poseidon.runtime.saving import Keep, Saver, Saving
 from poseidon.runtime.stepping import Steps
@@ -57,6 +60,9 @@ class Run(Steps):
     ) -> None:
         super().__init__(model, optimizer, plan, group, options)
         self._saver = Saver(self)
+        self._commits = Commits(self)
+        self.resumption: Resumption | None = None
+        """What `resume` went on from."""
 
     # The loop
 
@@ -133,7 +139,9 @@ class Run(Steps):
 
     def detach(self) -> None:
         """Undoes `attach`, on all ranks together: the model and the optimizer are as if they had never been touched."""
-        self._saver.close(failed=self._threads is not None and self._threads.failed)
+        has_failed = self._threads is not None and self._threads.failed
+        self._saver.close(failed=has_failed)
+        self._commits.close(failed=has_failed)
         self.on_detach()
         self._hooks.remove()
         self._buffers.remove()
@@ -278,6 +286,9 @@ class Run(Steps):
         if wait:
             self.finish_saving()
             saving.check()
+        if self.leaving.ranks:
+            self.finish_saving()
+            self.leaving.end(self.step, saving.error)
         return saving
 
     def finish_saving(self) -> None:
@@ -297,6 +308,44 @@ class Run(Steps):
             CheckpointError: There is none, or it is that of another model; the same on every rank.
         """
         return load(self, Path(path))
+
+    def commit(self) -> bool:
+        """Keeps the state of this step in the memory of the hosts; on all ranks together, where `save` may be called.
+
+        It survives the processes and, since each host also keeps what is the own of a neighbor's ranks, any one host.
+        It costs the time of a copy. The commit before goes when this one is complete.
+
+        Returns:
+            Whether it is being kept: not where memory is short, which is said once.
+
+        Raises:
+            CheckpointError: It is not between two steps; the same on every rank.
+        """
+        kept = self._commits.commit()
+        if self.leaving.ranks:
+            self._commits.finish()
+            self.leaving.end(self.step, self._commits.problem if kept else "steps are not committed in memory")
+        return kept
+
+    def resume(self, folder: str | Path | None = None) -> int:
+        """Goes on from the newest state that is whole, committed or saved; on all ranks together, before the loop.
+
+        Called after `distribute`, `shard` and `track`. A job that starts for the first time has committed nothing; one
+        that was started again has. The state may be of another number of ranks.
+
+        Args:
+            folder: Of checkpoints to look at, too.
+
+        Returns:
+            How many steps lie behind; 0 where nothing was found.
+
+        Raises:
+            CheckpointError: The state is that of another model; the same on every rank.
+        """
+        if folder is None and not can_restart():
+            return 0
+        self.resumption = self._commits.resume(None if folder is None else Path(folder))
+        return 0 if self.resumption is None else self.resumption.step
 
     # Gradients and optimizers
 

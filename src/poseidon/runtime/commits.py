@@ -55,7 +55,7 @@ class Commits:
         self._stopped = False
         self._copies = HostCopies()
         self._writing: threading.Thread | None = None
-        self._problem = ""
+        self.problem = ""
         """Why the last commit could not be written."""
         self._num_commits = 0
         self._number = 0
@@ -82,7 +82,7 @@ class Commits:
             return False
         self.finish()
         state = capture(self._run, common=self.speaks_for_host, copies=self._copies)
-        told = self._tell(self._run.group, {"problem": self._problem, **({} if self._group else _sizes(state, folder))})
+        told = self._tell(self._run.group, {"problem": self.problem, **({} if self._group else _sizes(state, folder))})
         if problem := _first_problem(told) or ("" if self._group else self._lack_of_room(told)):
             self._stop(problem)
             return False
@@ -106,7 +106,7 @@ class Commits:
         own = self.folder
         shelves: list[tuple[Tier, Shelf]] = []
         if memory.attempt():
-            shelves += [("memory", memory.shelf_in(path, self._number)) for path in memory.folders_of_job()]
+            shelves += [("memory", memory.commits_in(path, self._number)) for path in memory.folders_of_job()]
         if folder is not None:
             shelves.append(("disk", Shelf(folder)))
         if not shelves:
@@ -192,7 +192,7 @@ class Commits:
 
     def _write(self, folder: MemoryFolder, group: Group, step: int, state: State) -> None:
         try:
-            self._problem = self._write_on_all(folder, group, step, state)
+            self.problem = self._write_on_all(folder, group, step, state)
         except CommError as error:  # a rank is gone: the training learns of it by itself
             log.debug("rank %d: the commit of step %d was not ended: %s", group.rank, step, error)
 

@@ -66,6 +66,8 @@ class Shares:
     """
     drop_last: bool = False
     """Whether an epoch ends before a last global batch that is not full."""
+    kept_batch_size: int | None = None
+    """Samples of all ranks per step, for another number of ranks than those that began: it stays what it was."""
 
     def __post_init__(self) -> None:
         """Refuses what would deal samples twice or never."""
@@ -81,12 +83,14 @@ class Shares:
             raise ConfigError(
                 f"cannot deal samples by {len(self.portions)} portions to {self.world_size} ranks: give one for each"
             )
+        if self.kept_batch_size is not None and self.kept_batch_size < 1:
+            raise ConfigError(f"cannot make batches of {self.kept_batch_size} samples of all ranks: use 1 or more")
         self.parts(self.global_batch_size)  # refuses portions that cannot be cut by
 
     @property
     def global_batch_size(self) -> int:
         """Samples of all ranks per step, but for the last step of an epoch."""
-        return self.world_size * self.local_batch_size
+        return self.kept_batch_size or self.world_size * self.local_batch_size
 
     @property
     def num_steps(self) -> int:

@@ -76,7 +76,7 @@ class MemoryFolder:
     def __init__(self, path: Path, rank: int, run: int = 0) -> None:
         self.path = path
         self._run = run
-        self.shelf = shelf_in(path, run)
+        self.shelf = commits_in(path, run)
         self.received = Shelf(path / f"received{run}", durable=False)
         """What other hosts have sent, until it is read."""
         try:
@@ -126,7 +126,7 @@ class MemoryFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def shelf_in(path: Path, run: int) -> Shelf:
+def commits_in(path: Path, run: int) -> Shelf:
     """The commits of one run in a folder of this or another number of the host."""
     return Shelf(path / f"commits{run}", durable=False)
 

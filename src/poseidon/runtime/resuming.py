@@ -163,8 +163,8 @@ class _Search:
         """Sends what hosts lack; what came damaged, by the host that sent it."""
         if wanted and self._received is None:
             raise CheckpointError(
-                f"cannot go on from step {choice.identity.step}: {len(wanted)} of its parts are not on the hosts that need "
-                "them, and there is no folder in memory to take them; name one by POSEIDON_MEMORY"
+                f"cannot go on from step {choice.identity.step}: {len(wanted)} of its parts are not on the hosts that "
+                "need them, and there is no folder in memory to take them; name one by POSEIDON_MEMORY"
             )
         if not wanted or not self._speaks:
             return {}

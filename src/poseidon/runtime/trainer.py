@@ -11,7 +11,9 @@ from poseidon.artifact import Value
 from poseidon.comm.group import Group
 from poseidon.errors import ConfigError
 from poseidon.runtime.attach import Run
+from poseidon.runtime.cursor import Cursor, Fit
 from poseidon.runtime.data import Share, Shares, batches
+from poseidon.runtime.keeping import Keeper, Keeping, Kept, go_on
 from poseidon.runtime.ledger import Ledger, Watcher
 from poseidon.runtime.loading import timed
 from poseidon.tasks.task import Batch, Samples, Task
@@ -44,6 +46,8 @@ class Outcome(Value):
     """Trained on, over all ranks and epochs."""
     seconds: float
     """Of all training steps, without evaluations."""
+    kept: Kept
+    """What was kept on the way, and where it went on from."""
 
     @property
     def samples_per_s(self) -> float:
@@ -51,47 +55,77 @@ class Outcome(Value):
         return self.num_samples / self.seconds if self.seconds else 0.0
 
 
-def train(task: Task, run: Run, schedule: Schedule, watcher: Watcher) -> Outcome:
+def train(
+    task: Task,
+    run: Run,
+    schedule: Schedule,
+    watcher: Watcher,
+    keeping: Keeping = Keeping(),  # noqa: B008 - a frozen value
+) -> Outcome:
     """Trains a model that is under a plan, and scores it at the end of each epoch.
 
     Every rank takes its part of each global batch. The run is told how many samples that is, so that the update is the
-    mean over the global batch also where ranks have different numbers of samples, or none.
+    mean over the global batch also where ranks have different numbers of samples, or none. Where an earlier start of
+    the job or an earlier run has left a state, training goes on from it, in the middle of an epoch if need be, with
+    global batches as large as they were.
 
     Args:
         task: Data, loss and score.
         run: Model, optimizer and ranks, on every rank alike; takes the mean over samples.
         schedule: How long.
         watcher: Is told how it goes.
+        keeping: What is kept on the way, and what training goes on from.
     """
     data, test_data = task.make_train_data(), task.make_test_data()
+    cursor = Cursor(
+        num_samples=len(data),
+        seed=schedule.seed,
+        global_batch_size=schedule.batch_size * run.group.world_size,
+        samples_per_pass=-(-schedule.batch_size // schedule.accumulate),
+        world_size=run.group.world_size,
+    )
+    go_on(run, cursor, keeping)
     shares = Shares(
         num_samples=len(data),
         rank=run.group.rank,
         world_size=run.group.world_size,
         local_batch_size=schedule.batch_size,
+        kept_batch_size=cursor.global_batch_size,
         seed=schedule.seed,
     )
+    num_passes = Fit.of(cursor, run.group.world_size).num_passes
     portions = run.dealing.join()
     num_steps = min(schedule.epochs * shares.num_steps, schedule.max_steps or schedule.epochs * shares.num_steps)
-    ledger = Ledger(run, num_steps // 10, watcher)
-    watcher.on_start(num_steps)
-    scores: dict[str, float] = {}
-    for epoch in range(-(-num_steps // shares.num_steps)):
+    ledger = Ledger(run, cursor, num_steps // 10, watcher)
+    keeper = Keeper(run, cursor, ledger, keeping)
+    watcher.on_start(num_steps, cursor.num_steps)
+    for epoch in range(cursor.epoch, -(-num_steps // shares.num_steps)):
         run.model.train()
         run.recorder.restart()
         portions.begin_epoch()
-        loaded = batches(data, shares.epoch(epoch, portions=portions), collate=task.collate)
-        for share, batch in islice(timed(run.recorder, loaded), num_steps - ledger.num_steps):
-            ledger.note(epoch, share, take_step(task, run, share, batch, schedule.accumulate))
-            watcher.on_step(ledger.num_steps)
+        left = shares.epoch(epoch, start=cursor.num_seen, portions=portions)
+        loaded = timed(run.recorder, batches(data, left, collate=task.collate))
+        for share, batch in islice(loaded, num_steps - cursor.num_steps):
+            ledger.note(share, take_step(task, run, share, batch, num_passes))
+            watcher.on_step(cursor.num_steps)
+            keeper.after_step()
         ledger.combine()
         run.sync_buffers()
         if schedule.check_replicas:
             run.check_replicas()
-        scores = evaluate(task, run.model, test_data, run.group, schedule.batch_size)
-        watcher.on_epoch(epoch, ledger.num_steps, scores)
+        cursor.scores = evaluate(task, run.model, test_data, run.group, schedule.batch_size)
+        watcher.on_epoch(epoch, cursor.num_steps, cursor.scores)
+        if cursor.num_seen == len(data):
+            cursor.begin_epoch(epoch + 1)
+        keeper.after_epoch(task.objective)
     ledger.close()
-    return Outcome(scores=scores, num_steps=ledger.num_steps, num_samples=ledger.num_samples, seconds=ledger.seconds)
+    return Outcome(
+        scores=cursor.scores,
+        num_steps=cursor.num_steps,
+        num_samples=cursor.num_trained,
+        seconds=cursor.seconds,
+        kept=keeper.kept,
+    )
 
 
 def take_step(task: Task, run: Run, share: Share, batch: Batch | None, accumulate: int = 1) -> torch.Tensor | None:

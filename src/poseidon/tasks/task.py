@@ -46,6 +46,8 @@ class Objective:
     batches and of ranks add up, so each sample counts once."""
     metric: str = "accuracy"
     """Which of the figures of `score` is the headline."""
+    metric_falls: bool = False
+    """Whether a better model has a smaller one, as with a loss."""
     score: Callable[[Mapping[str, float]], dict[str, float]] = accuracy_and_loss
     """From the counts, summed over all batches and ranks, to figures."""
 
