@@ -30,6 +30,9 @@ ALIVE = "alive"
 _NOTE = struct.Struct("=q")
 """The last step that a rank has made."""
 
+_opened: set[Path] = set()
+"""Folders that this process has opened, and that nobody else removes."""
+
 log = logging.getLogger(__name__)
 
 
@@ -85,6 +88,8 @@ class MemoryFolder:
             self._alive: BinaryIO | None = (path / ALIVE).open("ab")
             fcntl.flock(self._alive, fcntl.LOCK_SH)
             self._note = _open_note(path / _note_name(run, rank))
+            if "POSEIDON_MEMORY" not in os.environ:
+                _opened.add(path)
         except OSError as error:
             raise CheckpointError(f"cannot keep commits in {path}: {error.strerror or error}") from error
 
@@ -120,10 +125,11 @@ class MemoryFolder:
             self._note.close()
             self._alive = None
 
-    def remove(self) -> None:
-        """Removes it with all that is in it, when the job is over."""
-        self.release()
-        shutil.rmtree(self.path, ignore_errors=True)
+
+def remove_opened() -> None:
+    """The job has ended well on all ranks: removes what this process has kept, unless a launcher does that."""
+    while _opened:
+        shutil.rmtree(_opened.pop(), ignore_errors=True)
 
 
 def commits_in(path: Path, run: int) -> Shelf:
