@@ -179,24 +179,35 @@ class Job:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
 
-def interrupted(rank: int, case: Case, folder: Path, before: int, after: int) -> str:
-    """A training that goes on without a pause, and one that is saved, thrown away and gone on with.
+def interrupted(rank: int, case: Case, folder: Path, before: int, after: int, *, alone: bool = False) -> str:
+    """A training that is saved and goes on, and one that goes on from there in its place.
+
+    Args:
+        rank: This rank.
+        case: How it is done.
+        folder: Of checkpoints.
+        before: Steps before the checkpoint.
+        after: Steps after it.
+        alone: Whether to compare with a training without a checkpoint, too.
 
     Returns:
         The first difference between them; nothing if there is none.
     """
-    whole = Job(rank, case)
-    expected, bits = whole.train(before + after), whole.bits()
-    whole.run.detach()
     saved = Job(rank, case)
     losses = saved.train(before)
-    saved.run.save(folder, wait=True)
-    if (beyond := losses + saved.train(after)) != expected:
-        return f"with a checkpoint on the way losses are {beyond}, not {expected}"
+    saved.run.save(folder)
+    expected = losses + saved.train(after)
+    bits = saved.bits()
     saved.run.detach()
+    if alone:
+        whole = Job(rank, case)
+        if (others := whole.train(before + after)) != expected:
+            return f"with a checkpoint on the way losses are {expected}, without {others}"
+        whole.run.detach()
     resumed = Job(rank, case)
     loaded = resumed.run.load(folder)
-    assert (loaded.step, resumed.run.step) == (before, before)
+    if (loaded.step, resumed.run.step) != (before, before):
+        return f"it goes on at step {resumed.run.step}"
     losses += resumed.train(after)
     here = resumed.bits()
     resumed.run.detach()
@@ -205,3 +216,28 @@ def interrupted(rank: int, case: Case, folder: Path, before: int, after: int) ->
         return f"the loss of step {step} is {losses[step]} instead of {expected[step]}"
     odd = [name for name, value in bits.items() if not torch.equal(value, here[name])]
     return f"{odd} differ at the end" if odd else ""
+
+
+def saved_on_the_way(rank: int, case: Case, folder: Path, before: int, after: int) -> list[float]:
+    """A training in double precision, saved after so many steps; the losses of the steps after those."""
+    job = Job(rank, case, plain=True)
+    job.train(before)
+    job.run.save(folder)
+    losses = job.train(after)
+    job.run.detach()
+    return losses
+
+
+def gone_on_with(rank: int, case: Case, folder: Path, after: int) -> list[float]:
+    """The same from the checkpoint on, perhaps on another number of ranks."""
+    job = Job(rank, case, plain=True)
+    job.run.load(folder)
+    losses = job.train(after)
+    job.run.check_replicas()
+    job.run.detach()
+    return losses
+
+
+def relative_difference(losses: list[float], others: list[float]) -> float:
+    """The largest between two sequences of as many losses."""
+    return max(abs(one - other) / abs(other) for one, other in zip(losses, others, strict=True))
