@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from poseidon.cluster.emulated import enter_user_namespace
+from poseidon.cluster.handover import LEAVING_CODE
 from poseidon.cluster.spec import ClusterSpec, LinkChange, limit_cpus, parse_links
 from poseidon.comm.group import Group
 from poseidon.errors import ClusterError, PoseidonError
@@ -51,8 +52,18 @@ ClusterOption = Annotated[
 AtOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Change a host's link meanwhile: 5s:host2=10Mbit/s, 9s:host2=cut, 12s:host2=restore. Repeatable.",
+        help="Change a host's link meanwhile: 5s:host2=10Mbit/s, 9s:host2=cut (cut-up, cut-down: one direction), "
+        "12s:host2=restore. Repeatable.",
         show_default=False,
+    ),
+]
+RestartsOption = Annotated[
+    int, typer.Option(help="Start all ranks again after a failure, so many times at most.", min=0)
+]
+MinHostsOption = Annotated[
+    int | None,
+    typer.Option(
+        help="With fewer hosts it is not started again; half of those before if not given.", min=1, show_default=False
     ),
 ]
 
@@ -118,18 +129,24 @@ def prepare() -> None:
         return  # `launch` says what that means
 
 
-def launch(spec: ClusterSpec, changes: Sequence[LinkChange] = ()) -> None:
+def launch(
+    spec: ClusterSpec, changes: Sequence[LinkChange] = (), *, restarts: int = 0, min_hosts: int | None = None
+) -> None:
     """Runs this very command once more as every rank of the hosts, and shows what the ranks say.
 
     Args:
         spec: The hosts.
         changes: What happens to their links meanwhile.
+        restarts: Failures after which all ranks are started again.
+        min_hosts: With fewer hosts the command does not go on; None for half of those that it had before.
 
     Raises:
         ClusterError: A change is for a host that is not there.
         LaunchError: A rank failed: which one first, and its last lines.
     """
-    engine, warning = engine_for(num_ranks=spec.num_ranks, cluster=spec, changes=changes)
+    engine, warning = engine_for(
+        num_ranks=spec.num_ranks, cluster=spec, changes=changes, restarts=restarts, min_hosts=min_hosts
+    )
     if warning is not None:
         print(f"poseidon: warning: the link was not limited: {warning}", file=sys.stderr)
     first = spec.hosts[0].name
@@ -152,8 +169,12 @@ def joined(*, max_connections: int = 2) -> Iterator[Group]:
     except PoseidonError as error:
         join.shutdown(str(error))
         raise
+    except SystemExit as end:
+        if end.code != LEAVING_CODE:
+            join.shutdown("it was told to end")
+        raise
     except BaseException as error:
-        told = isinstance(error, SystemExit | KeyboardInterrupt)
+        told = isinstance(error, KeyboardInterrupt)
         join.shutdown("it was told to end" if told else f"{type(error).__name__}: {error}")
         raise
     join.shutdown()

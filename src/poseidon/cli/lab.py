@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from poseidon.cli.hosts import AtOption, CpuOption
+from poseidon.cli.hosts import AtOption, CpuOption, MinHostsOption, RestartsOption
 from poseidon.cli.terminal import make_console
 from poseidon.cluster.emulated import EmulatedCluster, enter_user_namespace
 from poseidon.cluster.link_meter import LinkRates
@@ -40,6 +40,8 @@ def lab(
     ] = None,
     cpu: CpuOption = None,
     at: AtOption = None,
+    restarts: RestartsOption = 0,
+    min_hosts: MinHostsOption = None,
     check: Annotated[bool, typer.Option("--check", help="Measure every link first, in both directions.")] = False,
     grace: Annotated[
         str, typer.Option(help="After a failure, how long the other ranks may go on before they are ended.")
@@ -60,7 +62,8 @@ def lab(
         spec = parse_links(link or [], num_hosts=2 if hosts is None else hosts, num_ranks=procs_per_host)
         spec = limit_cpus(spec, cpu or [])
     changes = [LinkChange.parse(text) for text in at or []]
-    engine = LabEngine(spec, changes=changes, grace_s=parse_seconds(grace))
+    grace_s = parse_seconds(grace)
+    engine = LabEngine(spec, changes=changes, grace_s=grace_s, restarts=restarts, min_hosts=min_hosts)
     enter_user_namespace()
     with engine:
         if check:

@@ -14,6 +14,7 @@ ranks; where that turns out to have been another number, the sum is corrected on
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ COUNTS_TAG = 1
 """Below those that exchanges use."""
 FIRST_GUESS = 32.0
 """Items of a rank and pass before any were counted: only so that what leaves is neither huge nor tiny."""
-_NUMBERS = 6
+_NUMBERS = 7
 COUNTS_BYTES = 8 * _NUMBERS
 """That a rank sends to each other rank in each step."""
 
@@ -56,6 +57,8 @@ class Counting:
         self._said = not by_items
         self.leaving = False
         """Whether this rank has run out of samples."""
+        self.is_asked: Callable[[], bool] = lambda: False
+        """Whether this process was asked to end with the next state that is kept."""
         self.transfer = Transfer("counts", self._issue, self._arrive)
         self._begin()
 
@@ -84,6 +87,11 @@ class Counting:
         """Goes on from there; nothing may have been counted since the last exchange."""
         self._scale, self._said = float(state["scale"]), bool(state["said"])
         self._begin()
+
+    @property
+    def asked(self) -> list[int]:
+        """The ranks that said in the last exchange that they were asked to end."""
+        return [rank for rank, row in enumerate(self._rows) if row[6]]
 
     # What the loop tells
 
@@ -124,6 +132,7 @@ class Counting:
             return
         self._sealed = True
         numbers = [self._step.index, self._step.weighing.unit, self._total, self._passes, self.leaving, self._was_told]
+        numbers.append(self.is_asked())
         self._own.copy_(torch.tensor(numbers, dtype=torch.float64))
         if self._group.world_size == 1:
             self._settle()

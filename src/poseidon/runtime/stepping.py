@@ -35,6 +35,7 @@ from poseidon.runtime.extension import extend
 from poseidon.runtime.hooks import PassHooks
 from poseidon.runtime.ignored import ignored_names
 from poseidon.runtime.inventory import Change, Inventory, agree
+from poseidon.runtime.leaving import Leaving, is_asked
 from poseidon.runtime.optimizers import Optimizers, StepHooks, listed
 from poseidon.runtime.options import RunOptions
 from poseidon.runtime.portions import Dealing
@@ -50,7 +51,7 @@ class Event(TypedDict):
 
     kind: str
     """`measured`, `planned`, `adopted`, `kept`, `dropped`, `shared`, `noticed`, `compiled`, `expected`, `departed`,
-    `grown`, `overlooked`, `unused` or `trained`."""
+    `grown`, `overlooked`, `unused`, `leaving` or `trained`."""
     exchange: int
     """How many exchanges lay behind."""
     seconds: float
@@ -122,6 +123,9 @@ class Steps:
         self._state.on_work = lambda activity, name, start, end: self.recorder.add(activity, name, start, end)
         self._threads = CommThread(group) if group.world_size > 1 else None
         self._counting = Counting(group, self._state, by_items=options.mean == "samples")
+        self._counting.is_asked = is_asked
+        self.leaving = Leaving(group, lambda text: self.note("leaving", text, loud=True))
+        """Which ranks were asked to leave."""
         self._hooks = PassHooks(
             model,
             on_forward=self._on_forward,
@@ -544,6 +548,7 @@ class Steps:
         for exchange in self._finishing:
             exchange.reset()
         self._begun = []
+        self.leaving.after_exchange(self.step, self._counting.asked)
         if text := self._counting.end():
             self.note("weighted", text, loud=True)
 
