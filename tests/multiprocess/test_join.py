@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import poseidon
 from poseidon.errors import CommError, ConfigError
-from poseidon.runtime import join
+from poseidon.runtime import join, rendezvous
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -86,7 +86,7 @@ def wrong_variables(rank, world_size):
 
 
 def nobody_listens(rank, world_size, port):
-    join.JOIN_SECONDS = 2.0
+    rendezvous.JOIN_SECONDS = 2.0
     os.environ["MASTER_PORT"] = str(port)
     with pytest.raises(CommError, match=f"rank 1 could not join .* 127.0.0.1:{port}.*is rank 0 running"):
         join.init()

@@ -1,61 +1,158 @@
-"""Who is still there: each rank beats in the rendezvous store, and silence names who is lost.
+"""Who is still there: each rank beats at the coordinator, and whoever is lost is named the same by all others.
 
-A broken connection says that something ended, not who. So every rank counts up a key of its own, twice a second, over
-a store connection that nothing else uses; a rank whose key stands still is lost. The first to find out writes it down,
-so that all the others name the same rank and not one another. Deadlines count silence, not waiting: a rank that is slow
-but beats is waited for.
+A broken connection between two ranks says that something ended, not who. So every rank beats twice a second over a
+connection to the coordinator that nothing else uses, and reads the beats of the others with the answer. A rank is lost
 
-With its beat a rank says where all ranks have to meet, if it waits there. One that waits in an exchange learns so that
-the others have left the exchanges behind, and that it waits in vain.
+- when its connection to the coordinator ends without a goodbye: its process has ended, which is seen within a second;
+- when it is silent for too long: it stands still, or its link is down. How long is too long follows the arrivals seen
+  so far, within bounds: TCP takes some six seconds to come back to a link that was down for three;
+- when it says itself that it ends by an error, and why.
+
+The first rank to find out writes it down at the coordinator, and that is what all ranks say, the lost one too if it
+comes back. Deadlines count silence, not waiting: a rank that is slow but beats is waited for, for days if need be, and
+can be named as late. Silence is not counted while this rank cannot hear: the coordinator was away, or its own link was.
+
+With its beat a rank says where it runs, how many exchanges lie behind it, and where all ranks have to meet, if it waits
+there. One that waits in an exchange so learns that the others have left the exchanges behind and it waits in vain.
 """
 
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from typing import TypeVar
 
-from torch._C._distributed_c10d import Store
+from pydantic import ValidationError
+
+from poseidon.artifact import Value
+from poseidon.comm.remote_store import RemoteStore, StoreLostError, Trouble
+from poseidon.errors import PeerLostError
+
+T = TypeVar("T")
 
 BEAT_SECONDS = 0.5
-SILENT_SECONDS = 3.0
-"""A broken connection and this much silence: the rank is gone."""
-LOST_SECONDS = 10.0
-"""This much silence alone: the rank is gone, or its link is."""
+LEAST_SILENCE_SECONDS = 7.0
+"""Less silence than this loses nobody: a link that was down for three seconds is ridden out."""
+LOST_SECONDS = 8.5
+"""This much silence: the rank is gone, or its link is."""
+SPREADS = 20.0
+"""Silence that loses a rank whose beats come irregularly: their median interval and so many times the median deviation
+from it, within the bounds above."""
 PATIENCE_SECONDS = 10.0
 """Others may be seen where this rank has just been; after so long they wait for it."""
+SILENT_SECONDS = 2.0
+"""A connection between ranks broke, and this much later all of them still beat: none has ended."""
+
+_BEATS, _GONE, _FAREWELLS, _VERDICTS = folders = (
+    "poseidon/beat/",
+    "poseidon/gone/",
+    "poseidon/farewell/",
+    "poseidon/verdict/",
+)
+_VERDICT = _VERDICTS + "first"
+_NUM_INTERVALS = 32
+"""Of the latest beats of a rank, from which the limit of its silence follows."""
+_FIRST_BEAT_SECONDS = 0.02
+"""While ranks are missing the first beats follow closer on each other: most come at the same time."""
+_LOOK_SECONDS = 0.02
+
+
+class Beat(Value):
+    """What a rank says of itself."""
+
+    count: int
+    """Of its beats: a rank that says nothing new has not beaten."""
+    num_exchanges: int
+    """How many lie behind it."""
+    host: str
+    waits: str = ""
+    """For what all ranks have to come, outside any exchange; empty where it does not wait so."""
+    in_exchange: bool = False
+    """Whether it waits for an exchange to end."""
+
+
+class Verdict(Value):
+    """Who is lost, in the words that all ranks use."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+class _Peer:
+    """What is known of another rank."""
+
+    def __init__(self) -> None:
+        self.beat: Beat | None = None
+        """None until it has come."""
+        self.heard_at = 0.0
+        self.waits_since = 0.0
+        self.intervals: deque[float] = deque(maxlen=_NUM_INTERVALS)
+        self.is_gone = False
+        self.farewell: str | None = None
+        """Why it ended; empty where it ended in good order."""
+
+    def note(self, beat: Beat, now: float) -> None:
+        """Takes in what it says, if that is new."""
+        if self.beat is not None and beat.count == self.beat.count:
+            return
+        if self.beat is None or beat.waits != self.beat.waits:
+            self.waits_since = now
+        if self.beat is not None:
+            self.intervals.append(now - self.heard_at)
+        self.beat, self.heard_at = beat, now
+
+    @property
+    def silence_limit(self) -> float:
+        """Seconds of silence after which it is lost."""
+        if not self.intervals:
+            return LOST_SECONDS
+        usual = statistics.median(self.intervals)
+        spread = statistics.median(abs(interval - usual) for interval in self.intervals)
+        return min(LOST_SECONDS, max(LEAST_SILENCE_SECONDS, usual + SPREADS * spread))
 
 
 class Liveness:
-    """Beats for this rank and listens for the others.
+    """Beats for this rank and listens for the others, from a thread of its own, until it is closed.
 
     Args:
-        store: A store connection of its own: `connect` makes it, in the thread that uses it.
+        store: A connection to the coordinator that nothing else uses; closed with this.
         rank: This rank.
         world_size: How many there are.
+        host: What messages call this rank's host.
+        serving_rank: The rank whose process the coordinator lives in; None where it has one of its own.
     """
 
-    def __init__(self, connect: Callable[[], Store], rank: int, world_size: int) -> None:
-        self._connect = connect
+    def __init__(
+        self, store: RemoteStore, rank: int, world_size: int, *, host: str = "", serving_rank: int | None = None
+    ) -> None:
+        self._store = store
         self._rank = rank
-        self._others = [r for r in range(world_size) if r != rank]
-        self._guard = threading.Lock()  # guards the five fields below
-        self._last_beat = dict.fromkeys(self._others, time.monotonic())
-        self._meeting: dict[int, tuple[str, float]] = {}
-        """What ranks say about where they wait, and since when they say so."""
-        self._farewells: dict[int, str] = {}
-        self._store_gone_since: float | None = None
-        self._verdict = ""
-        self._announce = ""
+        self._host = host
+        self._serving_rank = serving_rank
+        self._guard = threading.Lock()  # guards what is known of the peers, and the verdict
+        self._peers = {other: _Peer() for other in range(world_size) if other != rank}
+        self._verdict: Verdict | None = None
+        self._announce: str | None = None
         self._waits = ""
+        self._in_exchange = False
+        self._count_exchanges: Callable[[], int] = int
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="poseidon-liveness", daemon=True)
         self._thread.start()
 
+    def follow(self, count_exchanges: Callable[[], int]) -> None:
+        """Tells the others from now on how many exchanges lie behind this rank."""
+        self._count_exchanges = count_exchanges
+
     def close(self, reason: str = "") -> None:
-        """Stops beating; a reason is left for the others to read."""
+        """Stops beating and says goodbye; a reason is left for the others to read."""
         self._announce = reason
         self._stop.set()
         self._thread.join(timeout=2 * BEAT_SECONDS + 1)
+        self._store.close()
+        self._thread.join(timeout=1)
 
     @contextmanager
     def waiting(self, num_exchanges: int, what: str) -> Iterator[None]:
@@ -71,121 +168,243 @@ class Liveness:
         finally:
             self._waits = ""
 
+    @contextmanager
+    def waiting_in_exchange(self) -> Iterator[None]:
+        """Tells the others that this rank waits for an exchange to end: it is not the late one."""
+        self._in_exchange = True
+        try:
+            yield
+        finally:
+            self._in_exchange = False
+
     def left_behind(self, num_exchanges: int) -> str:
         """Which rank will not come to the next exchange because it waits elsewhere, in words; empty if none does.
 
         Args:
             num_exchanges: How many exchanges lie behind this rank.
         """
-        with self._guard:
-            meeting = dict(self._meeting)
-        for rank, (waits, since) in sorted(meeting.items()):
-            theirs, _, what = waits.partition(" ")
-            if int(theirs) <= num_exchanges and time.monotonic() - since > PATIENCE_SECONDS:
+        now = time.monotonic()
+        for rank, peer, beat in self._present():
+            theirs, _, what = beat.waits.partition(" ")
+            if what and int(theirs) <= num_exchanges and now - peer.waits_since > PATIENCE_SECONDS:
                 return f"rank {rank} has left the exchanges behind after {theirs} of them and waits in {what!r}"
         return ""
 
+    def late(self, num_exchanges: int) -> dict[int, str]:
+        """The ranks that live but have not come to where this rank waits, each in words.
+
+        Args:
+            num_exchanges: How many exchanges lie behind this rank.
+        """
+        return {
+            rank: f"rank {rank} ({_on(beat)}{beat.num_exchanges} exchanges behind it)"
+            for rank, peer, beat in self._present()
+            if peer.farewell is None and not beat.waits and not beat.in_exchange and beat.num_exchanges <= num_exchanges
+        }
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come yet."""
+        with self._guard:
+            return [rank for rank, peer in self._peers.items() if peer.beat is None]
+
     def lost(self) -> str:
-        """Who has been silent for so long that it is lost, in words; empty while all are there."""
-        return self._judge(LOST_SECONDS)
+        """Who is lost, in words; empty while all are there."""
+        with self._guard:
+            verdict = self._verdict
+        if verdict is None:
+            return ""
+        if self._rank in verdict.ranks:
+            return f"the other ranks have gone on without this one, which they took for lost: {verdict.text}"
+        return verdict.text
 
     def name_lost(self, since: float) -> str:
-        """Waits until it is clear who is gone, at most `SILENT_SECONDS` and a little; empty if all keep beating.
+        """Waits until it is clear who is gone; empty as soon as it is clear that all ranks live.
 
         Args:
             since: `time.monotonic()` of the moment when a connection broke.
         """
-        while time.monotonic() < since + SILENT_SECONDS + 4 * BEAT_SECONDS:
-            if verdict := self._judge(SILENT_SECONDS):
-                return verdict
-            time.sleep(BEAT_SECONDS / 5)
+        while time.monotonic() < since + LOST_SECONDS + 2 * BEAT_SECONDS:
+            if lost := self.lost():
+                return lost
+            with self._guard:
+                staying = [peer for peer in self._peers.values() if peer.farewell is None]
+                heard = min((peer.heard_at for peer in staying), default=since)
+            if heard > since + SILENT_SECONDS:
+                return ""
+            time.sleep(_LOOK_SECONDS)
         return ""
 
-    def _judge(self, silent_seconds: float) -> str:
-        now = time.monotonic()
-        with self._guard:
-            if self._verdict:
-                return self._verdict
-            if self._farewells:
-                rank, reason = min(self._farewells.items())
-                self._verdict = f"rank {rank} ended with: {reason}"
-            elif silent := self._silent(now, silent_seconds):
-                self._verdict = _in_words(silent)
-            elif self._store_gone_since is not None and now - self._store_gone_since > silent_seconds / 2:
-                self._verdict = "rank 0 is gone, and the rendezvous store with it (the process or its link ended)"
-            return self._verdict
+    def watch_over(self, call: Callable[[], T], what: str) -> T:
+        """Runs a call of torch that nothing can interrupt, in a thread that is left behind where a rank is lost.
 
-    def _silent(self, now: float, seconds: float) -> dict[int, float]:
-        """The ranks that have been silent for so long, and how long; without a store, those that were when it went."""
-        gone = self._store_gone_since
-        before = now if gone is None else gone - 2 * BEAT_SECONDS - 0.1
-        return {r: now - last for r, last in self._last_beat.items() if now - last > seconds and last < before}
+        Args:
+            call: What to run.
+            what: It, in words.
+
+        Raises:
+            PeerLostError: A rank was lost meanwhile.
+        """
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except BaseException as error:  # noqa: BLE001  # handed on to whoever waits for it
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="poseidon-watched", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            if thread.is_alive() and (lost := self.lost()):
+                raise PeerLostError(f"rank {self._rank}: {what} cannot end: {lost}")
+        for error in errors:
+            raise error
+        return results[0]
+
+    def _present(self) -> list[tuple[int, _Peer, Beat]]:
+        with self._guard:
+            return [(rank, peer, peer.beat) for rank, peer in self._peers.items() if peer.beat is not None]
 
     def _run(self) -> None:
         try:
-            store = self._connect()
-        except (RuntimeError, OSError):
-            self._mark_store_gone()
-            return
-        beats: dict[int, bytes] = {}
-        count = 0
-        while True:
-            try:
+            self._store.register(f"{_GONE}{self._rank}", self._host)
+            count = 0
+            while True:
                 count += 1
-                stopping = self._stop.is_set()
-                store.set(f"poseidon/beat/{self._rank}", f"{count} {self._waits}")
-                self._agree(store)
-                if stopping:
-                    if self._announce:
-                        store.set(f"poseidon/farewell/{self._rank}", self._announce[:500])
+                is_last = self._stop.is_set()
+                self._beat(count)
+                self._agree(self._judge(time.monotonic()))
+                if is_last:
+                    self._store.set(f"{_FAREWELLS}{self._rank}", (self._announce or "")[:500])
                     return
-                self._listen(store, beats)
-            except (RuntimeError, OSError):
-                self._mark_store_gone()
-                return
-            self._stop.wait(BEAT_SECONDS)
-
-    def _listen(self, store: Store, beats: dict[int, bytes]) -> None:
-        for rank in self._present(store, "beat", self._others):
-            beat = store.get(f"poseidon/beat/{rank}")
-            if beats.get(rank) != beat:
-                beats[rank] = beat
-                self._note_beat(rank, beat.decode(errors="replace").partition(" ")[2])
-        for rank in self._present(store, "farewell", self._others):
-            reason = store.get(f"poseidon/farewell/{rank}").decode(errors="replace")
+                self._stop.wait(BEAT_SECONDS if not self.missing() else min(BEAT_SECONDS, count * _FIRST_BEAT_SECONDS))
+        except StoreLostError as error:
             with self._guard:
-                self._farewells[rank] = reason
+                self._verdict = self._verdict or self._without_coordinator(error)
 
-    def _note_beat(self, rank: int, waits: str) -> None:
-        now = time.monotonic()
+    def _beat(self, count: int) -> None:
+        mine = Beat(
+            count=count,
+            num_exchanges=self._count_exchanges(),
+            host=self._host,
+            waits=self._waits,
+            in_exchange=self._in_exchange,
+        )
+        asked_at = time.monotonic()
+        found = self._store.beat(f"{_BEATS}{self._rank}", mine.model_dump_json(), folders)
+        deaf_seconds = max(0.0, time.monotonic() - asked_at - BEAT_SECONDS)
         with self._guard:
-            self._last_beat[rank] = now
-            if not waits:
-                self._meeting.pop(rank, None)
-            elif self._meeting.get(rank, ("", now))[0] != waits:
-                self._meeting[rank] = (waits, now)
+            for peer in self._peers.values():
+                peer.heard_at += deaf_seconds
+            self._take_in(found, time.monotonic())
 
-    @staticmethod
-    def _present(store: Store, kind: str, ranks: Iterable[int]) -> list[int]:
-        return [rank for rank in ranks if store.check([f"poseidon/{kind}/{rank}"])]
+    def _take_in(self, found: Mapping[str, bytes], now: float) -> None:
+        for rank, peer in self._peers.items():
+            if (beat := _beat_of(found.get(f"{_BEATS}{rank}"))) is not None:
+                peer.note(beat, now)
+            peer.is_gone = peer.is_gone or f"{_GONE}{rank}" in found
+            if (farewell := found.get(f"{_FAREWELLS}{rank}")) is not None:
+                peer.farewell = farewell.decode(errors="replace")
+        if _VERDICT in found and self._verdict is None:
+            self._verdict = _verdict_of(found[_VERDICT])
 
-    def _agree(self, store: Store) -> None:
-        """Writes a verdict down for the others, or takes over the first that was written."""
+    def _judge(self, now: float) -> Verdict | None:
+        """Who is lost, as far as this rank sees; None if nobody is, or all have agreed already."""
         with self._guard:
-            verdict = self._verdict
-        if verdict:
-            store.compare_set("poseidon/verdict", "", verdict)
-        elif store.check(["poseidon/verdict"]):
-            with self._guard:
-                self._verdict = store.get("poseidon/verdict").decode(errors="replace")
+            if self._verdict is not None:
+                return None
+            for rank, peer in sorted(self._peers.items()):
+                if peer.farewell:
+                    return Verdict(
+                        ranks=(rank,), text=f"rank {rank} ended with: {peer.farewell}{self._last_seen(peer)}"
+                    )
+            staying = {rank: peer for rank, peer in self._peers.items() if peer.farewell is None}
+            gone = sorted(rank for rank, peer in staying.items() if peer.is_gone)
+            if gone:
+                return Verdict(
+                    ranks=tuple(gone),
+                    text=f"{_ranks(gone)} {_listed(gone)} {_is(gone)} gone: the process ended without a word"
+                    f"{self._last_seen(*(staying[rank] for rank in gone))}",
+                )
+            silent = {
+                rank: now - peer.heard_at
+                for rank, peer in staying.items()
+                if peer.beat is not None and now - peer.heard_at > peer.silence_limit
+            }
+            return self._of_silence(silent) if silent else None
 
-    def _mark_store_gone(self) -> None:
+    def _of_silence(self, silent: Mapping[int, float]) -> Verdict:
+        longest = max(silent.values())
+        first = sorted(rank for rank, seconds in silent.items() if longest - seconds < 2 * BEAT_SECONDS)
+        peers = [self._peers[rank] for rank in first]
+        why = "it stands still, or its link is down"
+        if len(first) > 1:
+            everybody = len(first) == len(self._peers)
+            why = "this host's own link is down, or theirs" if everybody else "they stand still, or their link is down"
+        return Verdict(
+            ranks=tuple(first),
+            text=f"{_ranks(first)} {_listed(first)} {_is(first)} gone: no sign of life for {longest:.1f}s ({why})"
+            f"{self._last_seen(*peers)}",
+        )
+
+    def _last_seen(self, *peers: _Peer) -> str:
+        """Where they ran and how far they were, as the end of a sentence."""
+        seen = [f"{_on(peer.beat)}{peer.beat.num_exchanges} exchanges" for peer in peers if peer.beat is not None]
+        return f"; last seen {' and '.join(f'{text} behind it' for text in seen)}" if seen else "; it had just started"
+
+    def _agree(self, found: Verdict | None) -> None:
+        """Writes down what this rank found, and takes over what was written first."""
+        if found is None:
+            return
+        first = self._store.compare_set(_VERDICT, "", found.model_dump_json())
         with self._guard:
-            self._store_gone_since = time.monotonic()
+            self._verdict = _verdict_of(first) or found
+
+    def _without_coordinator(self, error: StoreLostError) -> Verdict | None:
+        """What follows for this rank from a coordinator that cannot be asked."""
+        if error.trouble is Trouble.CLOSED:
+            return None
+        if self._serving_rank is None or self._serving_rank == self._rank:
+            return Verdict(
+                ranks=(),
+                text=f"{error}; without it nobody knows who is left, and this rank may be the one that is cut off",
+            )
+        peer = self._peers[self._serving_rank]
+        why = "its process ended" if error.trouble is Trouble.REFUSED else "it stands still, or its link is down"
+        return Verdict(
+            ranks=(self._serving_rank,),
+            text=f"rank {self._serving_rank} is gone: {why}, and the coordinator with it ({error})"
+            f"{self._last_seen(peer)}",
+        )
 
 
-def _in_words(silent: dict[int, float]) -> str:
-    longest = max(silent.values())
-    first = sorted(rank for rank, seconds in silent.items() if longest - seconds < 2 * BEAT_SECONDS + 0.1)
-    names = f"rank {first[0]} is" if len(first) == 1 else f"ranks {', '.join(map(str, first))} are"
-    return f"{names} gone: no sign of life for {longest:.1f}s (the process or its link ended)"
+def _beat_of(text: bytes | None) -> Beat | None:
+    try:
+        return None if text is None else Beat.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+def _verdict_of(text: bytes) -> Verdict | None:
+    try:
+        return Verdict.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+def _on(beat: Beat) -> str:
+    return f"on host {beat.host} with " if beat.host else "with "
+
+
+def _ranks(ranks: Sized) -> str:
+    return "rank" if len(ranks) == 1 else "ranks"
+
+
+def _is(ranks: Sized) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,22 +16,28 @@ import torch.distributed as dist
 # Its functions have the default group as a default argument, evaluated when it is imported. Imported later, by an
 # optimizer say, it would hold the group for good: gloo's threads would outlive the interpreter and abort the process.
 import torch.distributed.nn.functional
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from poseidon.comm.group import Group
+from poseidon.comm.group import EXCHANGE_SECONDS, Group
 from poseidon.comm.liveness import Liveness
+from poseidon.comm.mesh import Mesh, backend_for
+from poseidon.comm.ports import PortRange
 from poseidon.comm.reach import check_pairs
-from poseidon.errors import CommError, ConfigError, PoseidonError
-from poseidon.runtime.interfaces import choose_interface, forget, hint, interface_of_process, seen_from_here
+from poseidon.comm.remote_store import RemoteStore
+from poseidon.errors import CommError, ConfigError, PeerLostError, PoseidonError
+from poseidon.runtime.interfaces import choose_interface, forget, hint, interface_of_process
+from poseidon.runtime.memory import remove_opened
+from poseidon.runtime.rendezvous import Place, meet, wait_for_all
 from poseidon.runtime.surroundings import listed_name
 from poseidon.units import GIB, MIB
 
 log = logging.getLogger(__name__)
 
-JOIN_SECONDS = 120.0
-"""How long to wait for the other ranks to start."""
-EXCHANGE_SECONDS = 1800.0
-"""Deadline of a single exchange while every rank shows signs of life."""
+GOODBYE_SECONDS = 60.0
+"""The rank that serves the coordinator waits so long for the others' goodbye, once all have come to the end."""
+CONNECT_SECONDS = 120.0
+"""All ranks are there and try their connections: how long the slowest may take."""
+FAREWELL_SECONDS = 3.0
+"""One that ends by an error has told the others by then."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h. Setting one stops glibc from moving the other by itself, so both are set."""
@@ -63,13 +70,26 @@ def init(*, max_connections: int = 2) -> Group:
     _speak_up()
     set_threads()
     keep_freed_memory()
-    if not dist.is_initialized():
-        _join()
     atexit.register(_leave_at_exit)
-    liveness = _watch() if dist.is_initialized() and dist.get_world_size() > 1 else None
-    _joined["liveness"] = liveness
-    _joined["group"] = Group.of_default(max_connections=max_connections, liveness=liveness)
+    liveness: Liveness | None = None
+    try:
+        if not dist.is_initialized():
+            liveness = _join()
+        _joined["group"] = _group(max_connections, liveness)
+    except PoseidonError as error:
+        _joined["abandoned"] = isinstance(error, PeerLostError)
+        shutdown(str(error))
+        raise
     return group_of_process()
+
+
+def _group(max_connections: int, liveness: Liveness | None) -> Group:
+    if liveness is None:
+        return Group.of_default(max_connections=max_connections)
+    connect = partial(Group.of_default, max_connections=max_connections, liveness=liveness, mesh=_joined.get("mesh"))
+    group = liveness.watch_over(connect, "connecting to the other ranks")
+    liveness.follow(lambda: group.num_exchanges)
+    return group
 
 
 def group_of_process() -> Group:
@@ -96,18 +116,27 @@ def shutdown(reason: str = "") -> None:
     try:
         if group is not None and not reason:
             group.barrier()
+            remove_opened()
     finally:
         if liveness is not None:
             liveness.close(reason)
         made_group = _joined.pop("made_group", False) and dist.is_initialized()
+        abandoned = _joined.pop("abandoned", False)
+        store, meeting = _joined.pop("store", None), _joined.pop("meeting", None)
         _joined.clear()
         forget()
         if made_group and reason:
-            _joined["abandoned"] = True  # peers may be gone in the middle of an exchange, which nothing can end
+            abandoned = True  # peers may be gone in the middle of an exchange, which nothing can end
         elif made_group:
             if group is not None:
                 group.close()
             dist.destroy_process_group()
+        if store is not None:
+            store.close()
+        if meeting is not None:
+            meeting.close(FAREWELL_SECONDS if reason else GOODBYE_SECONDS)
+        if abandoned:
+            _joined["abandoned"] = True
 
 
 def _leave_at_exit() -> None:
@@ -186,9 +215,10 @@ def _number(name: str, default: int) -> int:
         raise ConfigError(f"cannot join the other ranks: {name}={text!r} is not a whole number") from error
 
 
-def _join() -> None:
+def _join() -> Liveness | None:
+    """Makes torch's default group; who watches over its ranks, or None where there is one rank only."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return
+        return None
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
@@ -199,12 +229,9 @@ def _join() -> None:
     if not 0 <= rank < world_size:
         raise ConfigError(f"cannot join the other ranks: RANK={rank} is not below WORLD_SIZE={world_size}")
     choose_interface(os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    timeout = timedelta(seconds=EXCHANGE_SECONDS)
+    place = Place.find(rank, world_size, _number("MASTER_PORT", 0))
     try:
-        store = _store(rank, world_size)
-        _check_pairs(store, rank, world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return _join_others(place)
     except (RuntimeError, OSError) as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise CommError(
@@ -212,65 +239,50 @@ def _join() -> None:
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {first_line}; "
             f"is rank 0 running, and is the port open?{hint(os.environ['MASTER_ADDR'])}"
         ) from error
-    _joined["made_group"] = True
-    _joined["store"] = store
 
 
-def _store(rank: int, world_size: int) -> Store:
-    """The rendezvous store; rank 0 hosts it on the chosen interface only, unless the launcher hosts one."""
-    address, port = _coordinator()
-    timeout = timedelta(seconds=JOIN_SECONDS)
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(128)
-        hosted = TCPStore(
-            address,
-            port,
-            None,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listener.detach(),
+def _join_others(place: Place) -> Liveness:
+    meeting = _joined["meeting"] = meet(place)
+    store = _joined["store"] = meeting.connect()
+    listed = listed_name()
+    host = listed if listed not in ("", "localhost") else socket.gethostname()
+    liveness = _joined["liveness"] = Liveness(
+        store.clone(), place.rank, place.world_size, host=host, serving_rank=meeting.serving_rank
+    )
+    wait_for_all(liveness, place, str(meeting.coordinator))
+    meeting.remove_secret_file()
+
+    def connect() -> None:
+        sources = _check_pairs(store, place, host, str(meeting.coordinator))
+        ports = PortRange.find()
+        mesh = _joined["mesh"] = Mesh(store, sources=sources, ports=ports)
+        gloo = backend_for(ports)
+        dist.init_process_group(
+            f"cpu:{gloo},cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else gloo,
+            store=mesh,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=EXCHANGE_SECONDS),
         )
-        _joined["hosted"] = hosted
-    return _client(address, port, world_size)
+        assert dist.group.WORLD is not None
+        mesh.seal(dist.group.WORLD)
+
+    liveness.watch_over(connect, "connecting to the other ranks")
+    _joined["made_group"] = True
+    return liveness
 
 
-def _client(address: str, port: int, world_size: int) -> Store:
-    store = TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
-    return PrefixStore(f"poseidon/{os.environ.get('TORCHELASTIC_RUN_ID', '0')}/{_attempt()}", store)
-
-
-def _attempt() -> str:
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _watch() -> Liveness | None:
-    """Watches over the ranks through a store connection of its own; None where the group came without a TCP store."""
-    if "store" not in _joined:
-        return None
-    address, port = _coordinator()
-    return Liveness(lambda: _client(address, port, dist.get_world_size()), dist.get_rank(), dist.get_world_size())
-
-
-def _coordinator() -> tuple[str, int]:
-    """Address and port of the rendezvous store, seen from this host."""
-    return seen_from_here(os.environ["MASTER_ADDR"]), _number("MASTER_PORT", 0)
-
-
-def _check_pairs(store: Store, rank: int, world_size: int) -> None:
+def _check_pairs(store: RemoteStore, place: Place, host: str, coordinator: str) -> list[str]:
+    """Tries every pair; from which addresses the others connect, nothing where that is not known."""
     chosen = interface_of_process()
-    if chosen is None or world_size == 1:
-        return
-    check_pairs(
+    if chosen is None or place.world_size == 1:
+        return []
+    return check_pairs(
         store,
-        rank,
-        world_size,
+        place.rank,
+        place.world_size,
         address=chosen.address,
-        host=listed_name() or socket.gethostname(),
-        patience=JOIN_SECONDS,
-        coordinator=":".join(map(str, _coordinator())),
+        host=host,
+        patience=CONNECT_SECONDS,
+        coordinator=coordinator,
     )
