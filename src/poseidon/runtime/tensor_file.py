@@ -87,7 +87,7 @@ def read_tensors(read_into: Callable[[memoryview], None], size: int) -> tuple[di
             raise CheckpointError(f"the place of tensor {name!r} in it is wrong")
         try:
             tensors[name] = torch.empty(spec.shape, dtype=spec.dtype)
-        except (RuntimeError, OverflowError) as error:
+        except (RuntimeError, TypeError) as error:  # the latter for a dimension beyond 64 bits
             raise CheckpointError(f"there is no memory for tensor {name!r} of {spec.shape}") from error
         read_into(_bytes_of(tensors[name]))
         end += spec.num_bytes
