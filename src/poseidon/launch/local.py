@@ -270,7 +270,7 @@ class LoopbackEngine(LocalEngine):
             self._port = listener.getsockname()[1]
             command = [sys.executable, "-P", _TORCH_STORE_SCRIPT, str(listener.fileno())]
             process = spawn(command, pass_fds=[listener.fileno()])
-        store = RankProcess(label="store", what="the rendezvous store", process=process, serves=True)
+        store = RankProcess(label="store", what="the rendezvous store", process=process, serves=True, is_silent=True)
         supervision.add(store)
         return store
 

@@ -49,6 +49,8 @@ class RankProcess:
     process: Child
     serves: bool = False
     """It has to outlive the ranks: its end before theirs is a failure, and nobody waits for it."""
+    is_silent: bool = False
+    """Its lines are kept for an error and are not handed on."""
     again: Callable[[], Child] | None = None
     """Starts it once more where it serves and has ended too early; then that is no failure."""
     num_again: int = 0
@@ -240,7 +242,7 @@ class Supervision:
     def _hand_on(self, rank: RankProcess, lines: Sequence[str]) -> None:
         for line in lines:
             rank.tail.append(line)
-            if not rank.serves:
+            if not rank.is_silent:
                 self._on_line(rank.label, line)
 
     def _ignore(self, fd: int) -> None:
