@@ -147,7 +147,7 @@ def _read_pt(path: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # a damaged file can make torch's reader raise anything
-        if asked := re.search(r"Unsupported (?:global|class|operand)[^\n]*?(?:GLOBAL )?([\w.]+\.\w+)", str(error)):
+        if asked := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise CheckpointError(
                 f"cannot load weights from {path}: to read it, {asked[1]} would have to be called, and a file that "
                 "calls things can run any code; where it comes from, save model.state_dict() alone"
@@ -157,10 +157,11 @@ def _read_pt(path: Path) -> Any:
 
 def _weights_in(content: Any, path: Path) -> dict[str, Tensor]:
     """The state_dict in what was read."""
-    for key in NESTED:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            logger.info("weights are under %r in %s", key, path)
-            content = content[key]
+    for _ in NESTED:  # so deep and no deeper: what was read may contain itself
+        inner = [key for key in NESTED if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)]
+        if inner:
+            logger.info("weights are under %r in %s", inner[0], path)
+            content = content[inner[0]]
     if not isinstance(content, Mapping):
         raise CheckpointError(f"cannot load weights from {path}: it holds a {type(content).__name__}, not a state_dict")
     weights = {name: value for name, value in content.items() if not str(name).endswith(EXTRA_STATE)}
