@@ -153,18 +153,17 @@ def skip_damaged(rank: int, world_size: int, folder: Path) -> list[Any]:
     run.group.barrier()
     run.detach()
     _, _, run = make_run(world_size)
-    facts = [run.load(folder).step, run.step]
+    facts = [message_of(lambda: run.load(folder / "step-000000003")), run.load(folder).step, run.step]
     run.detach()
     _, _, other = make_run(world_size, width=5)
     facts.append(message_of(lambda: other.load(folder)))
-    facts.append(message_of(lambda: other.load(folder / "step-000000003")))
     facts.append(message_of(lambda: other.load(folder / "nothing")))
     other.detach()
     return facts
 
 
 def test_a_damaged_checkpoint_is_skipped_and_another_model_refused(tmp_path: Path) -> None:
-    for step, here, other, damaged, nothing in run_ranks(2, skip_damaged, tmp_path):
+    for damaged, step, here, other, nothing in run_ranks(2, skip_damaged, tmp_path):
         assert (step, here) == (2, 2)
         assert "'weight' was (4, 3) torch.float32 when it was saved and is (5, 3) torch.float32" in other
         assert "no checkpoint there is complete and undamaged" in damaged
@@ -200,7 +199,8 @@ def _no_space(*_: object) -> int:
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> None:
     for message, left, kinds, at_last in run_ranks(2, fail_to_write, tmp_path):
-        assert "the disk is full (on rank 1)" in message
+        assert "the disk is full" in message
+        assert "(on rank 1)" in message
         assert left == [1]
         assert kinds == ["saved", "unsaved", "unsaved"]
         assert at_last == [4]
@@ -219,7 +219,7 @@ def test_two_runs_in_one_folder_are_refused_on_all_ranks(tmp_path: Path) -> None
     for taken, no_folder in run_ranks(2, use_one_folder_twice, tmp_path):
         assert "cannot save into" in taken
         assert "another run of this process does" in taken
-        assert "cannot save into" in no_folder
+        assert "a part of the path is a file; name a folder" in no_folder
 
 
 # A plan that was found on the way

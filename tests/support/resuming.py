@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -89,11 +90,14 @@ class Case:
     options: RunOptions = SAMPLES
     hosts: tuple[tuple[int, ...], ...] = ()
     min_ranks: int = 1
+    is_rounded: bool = False
 
 
 CASES = {
     "all_reduce": Case(SMALL_BUCKETS, _momentum),
-    "all_reduce, bfloat16 on the wire": Case(AllReduce(first_bytes=64, bucket_bytes=600, wire="bfloat16")),
+    "all_reduce, bfloat16 on the wire": Case(
+        AllReduce(first_bytes=64, bucket_bytes=600, wire="bfloat16"), is_rounded=True
+    ),
     "sharded_server, Adam": Case(ShardedServer()),
     "sharded_server, momentum": Case(ShardedServer(piece_bytes=64), _momentum),
     "sharded_server, GradScaler": Case(ShardedServer(), scaled=True),
@@ -121,7 +125,8 @@ class Job:
     """
 
     def __init__(self, rank: int, case: Case, *, plain: bool = False) -> None:
-        group = Group.of_default(hosts=case.hosts)
+        hosts = [[r for r in host if r < dist.get_world_size()] for host in case.hosts]
+        group = Group.of_default(hosts=hosts)
         torch.manual_seed(0)
         self.model = Model(sparse=case.sparse, plain=plain).to(torch.float64 if plain else torch.float32)
         optimizers = case.make(self.model)

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,8 @@ class Saver:
             shelf, leads = Shelf(folder), group.rank == min(seen)
             self._agree(self._lock(shelf) if leads else "", "", "taking hold of the folder")
         finally:
-            token.unlink(missing_ok=True)
+            with suppress(OSError):
+                token.unlink()
         return Place(shelf, leads)
 
     def _lock(self, shelf: Shelf) -> str:
@@ -255,6 +256,8 @@ def _touch(path: Path) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+    except (FileExistsError, NotADirectoryError):
+        return f"cannot save into {path.parent}: a part of the path is a file; name a folder"
     except OSError as error:
         return f"cannot save into {path.parent}: {error.strerror or error}"
     return ""

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from poseidon.cluster.rates import Rates
 from poseidon.errors import CheckpointError, PoseidonError
@@ -154,6 +155,7 @@ def _of_job(run: Steps, optimizers: list[Parts], first_seed: int) -> State:
         "settled": run.settled,
         "rates": run.rates.model_dump_json() if run.rates is not None else "",
         "options": _options(run),
+        "model": _forms(run.model),
         "progress": run.progress(),
         "portions": run.dealing.latest,
         "stretches": [one.stretches for one in optimizers],
@@ -175,6 +177,7 @@ def _checked_job(run: Steps, job: State) -> State:
     for name, value in here.items():
         if there[name] != value:
             raise CheckpointError(f"the run had {name}={there[name]!r} when it was saved, and has {value!r} here")
+    _check_model(_forms(run.model), job["model"])
     if len(job["stretches"]) != len(run.optimizers):
         raise CheckpointError(
             f"the run had {len(job['stretches'])} optimizers when it was saved, and has {len(run.optimizers)} here"
@@ -191,7 +194,6 @@ class _Found:
         self._is_new = rank >= self._world_size
         self._own = read(rank_part(0 if self._is_new else rank))
         self._model = read("model")
-        _check_model(run.model.state_dict(), self._model)
         self._optimizers = self._put_together(run, read) if run.optimizers else []
 
     def _put_together(self, run: Steps, read: Read) -> list[State]:
@@ -250,25 +252,26 @@ def _on_all_ranks(run: Steps, read: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _check_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+def _check_model(here: Mapping[str, str], there: Mapping[str, str]) -> None:
     """Raises CheckpointError with the first difference between a model and one that was saved."""
     for name in dict.fromkeys([*here, *there]):
-        now, before = _form(here, name), _form(there, name)
+        now, before = here.get(name, "missing"), there.get(name, "missing")
         if now != before:
             raise CheckpointError(
                 f"the model does not fit: {name!r} was {before} when it was saved and is {now} here; build the same one"
             )
 
 
-def _form(state: Mapping[str, Any], name: str) -> str:
-    if name not in state:
-        return "missing"
-    value = state[name]
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
+def _forms(model: nn.Module) -> dict[str, str]:
+    """Shape and type of all that is in a model's `state_dict()`, by name."""
+    return {
+        name: f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
+        for name, value in model.state_dict().items()
+    }
 
 
 @torch.no_grad()
-def _copy(values: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
+def _copy(values: Mapping[str, torch.Tensor], model: nn.Module) -> None:
     there = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, value in values.items():
         there[name].copy_(value)
