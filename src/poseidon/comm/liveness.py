@@ -27,6 +27,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from poseidon.artifact import Value
+from poseidon.comm.lateness import Reminders, say_who_is_late
 from poseidon.comm.remote_store import RemoteStore, StoreLostError, Trouble
 from poseidon.errors import PeerLostError
 
@@ -136,8 +137,10 @@ class Liveness:
         self._verdict: Verdict | None = None
         self._announce: str | None = None
         self._waits = ""
+        self._reminders = Reminders()
         self._in_exchange = False
         self._count_exchanges: Callable[[], int] = int
+        self._on_lost: Callable[[], None] = lambda: None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="poseidon-liveness", daemon=True)
         self._thread.start()
@@ -145,6 +148,10 @@ class Liveness:
     def follow(self, count_exchanges: Callable[[], int]) -> None:
         """Tells the others from now on how many exchanges lie behind this rank."""
         self._count_exchanges = count_exchanges
+
+    def on_lost(self, end: Callable[[], None]) -> None:
+        """Has this called once, from the thread that listens, as soon as a rank is lost: to end what waits for it."""
+        self._on_lost = end
 
     def close(self, reason: str = "") -> None:
         """Stops beating and says goodbye; a reason is left for the others to read."""
@@ -162,7 +169,7 @@ class Liveness:
             num_exchanges: How many exchanges lie behind it.
             what: What it waits in.
         """
-        self._waits = f"{num_exchanges} {what}"
+        self._waits, self._reminders = f"{num_exchanges} {what}", Reminders()
         try:
             yield
         finally:
@@ -191,13 +198,13 @@ class Liveness:
         return ""
 
     def late(self, num_exchanges: int) -> dict[int, str]:
-        """The ranks that live but have not come to where this rank waits, each in words.
+        """The ranks that live but have not come to where this rank waits, and what messages call them.
 
         Args:
             num_exchanges: How many exchanges lie behind this rank.
         """
         return {
-            rank: f"rank {rank} ({_on(beat)}{beat.num_exchanges} exchanges behind it)"
+            rank: f"rank {rank}{f' ({beat.host})' if beat.host else ''}"
             for rank, peer, beat in self._present()
             if peer.farewell is None and not beat.waits and not beat.in_exchange and beat.num_exchanges <= num_exchanges
         }
@@ -276,6 +283,7 @@ class Liveness:
                 is_last = self._stop.is_set()
                 self._beat(count)
                 self._agree(self._judge(time.monotonic()))
+                self._act()
                 if is_last:
                     self._store.set(f"{_FAREWELLS}{self._rank}", (self._announce or "")[:500])
                     return
@@ -283,6 +291,17 @@ class Liveness:
         except StoreLostError as error:
             with self._guard:
                 self._verdict = self._verdict or self._without_coordinator(error)
+            self._act()
+
+    def _act(self) -> None:
+        """Ends what waits for a lost rank, and says for whom this rank has waited long."""
+        waits = self._waits
+        if self.lost():
+            end, self._on_lost = self._on_lost, lambda: None
+            end()
+        elif waits and (waited := self._reminders.due()) is not None:
+            num_exchanges, _, what = waits.partition(" ")
+            say_who_is_late(self._rank, self.late(int(num_exchanges)), what, waited)
 
     def _beat(self, count: int) -> None:
         mine = Beat(

@@ -6,14 +6,19 @@ started and finishes it. Where a transfer has several stages, a thread for each 
 so that what the stages start is in the schedule's order as well. What the training thread starts itself is waited for
 by one more thread, never behind the schedule: that may have begun in a forward pass which only this rank has run. The
 training thread only sets flags, and waits at the end of the backward pass.
+
+It waits as long as every rank shows signs of life, and says from time to time who is late. A rank that is lost ends the
+exchange on all others.
 """
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from poseidon.comm.group import Group, Pending
+from poseidon.comm.lateness import Reminders, say_who_is_late
 from poseidon.comm.scheme import Transfer
 from poseidon.errors import CommError, PeerLostError, PoseidonError
 
@@ -82,10 +87,25 @@ class CommThread:
             PeerLostError: A rank fell silent.
         """
         index = self._group.num_exchanges if num_exchanges is None else num_exchanges
-        while not transfer.done.wait(LOOK_UP_SECONDS):
-            self._look_up(transfer, index)
-            self.raise_failure()
+        reminders = Reminders()
+        with self._seen_to_wait(transfer):
+            while not transfer.done.wait(LOOK_UP_SECONDS):
+                self._look_up(transfer, index)
+                self.raise_failure()
+                if (waited := reminders.due()) is not None and self._group.liveness is not None:
+                    late = self._group.liveness.late(index)
+                    say_who_is_late(self._group.rank, late, f"{transfer.name} of exchange {index}", waited)
         self.raise_failure()
+
+    @contextmanager
+    def _seen_to_wait(self, transfer: Transfer) -> Iterator[None]:
+        """Meanwhile the others know that this rank is not the late one."""
+        liveness = self._group.liveness
+        if liveness is None or transfer.done.is_set():
+            yield
+            return
+        with liveness.waiting_in_exchange():
+            yield
 
     def wait_issued(self, transfer: Transfer) -> None:
         """Blocks the training thread until a transfer that is ready has been started.

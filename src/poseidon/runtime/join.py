@@ -89,6 +89,7 @@ def _group(max_connections: int, liveness: Liveness | None) -> Group:
     connect = partial(Group.of_default, max_connections=max_connections, liveness=liveness, mesh=_joined.get("mesh"))
     group = liveness.watch_over(connect, "connecting to the other ranks")
     liveness.follow(lambda: group.num_exchanges)
+    liveness.on_lost(group.abort)
     return group
 
 
