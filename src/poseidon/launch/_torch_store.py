@@ -1,8 +1,8 @@
 """Serves torch's rendezvous store, for scripts that use torch alone, on a socket that the launcher has bound already.
 
 A script of its own, run as `python -P _torch_store.py FD`, so that a launcher needs no torch. The port is never free
-between the launcher's choice and the ranks' use of it, and only the launcher's address is listened on. At SIGHUP an
-empty store takes the place of the one that served the attempt before.
+between the launcher's choice and the ranks' use of it, and only the launcher's address is listened on. At SIGHUP, which
+the launcher has blocked from the beginning, an empty store takes the place of the one that served the attempt before.
 """
 
 import os
@@ -15,7 +15,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 def main() -> None:
     """Serves until it is killed."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     listener = socket.socket(fileno=int(sys.argv[1]))
     host, port = listener.getsockname()
     while True:

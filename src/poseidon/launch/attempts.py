@@ -94,7 +94,7 @@ class Attempts:
                 f"not started again: it ended {self._alike} times in a row with {ending.how} {at}, so it would again"
             )
         if self.used >= self.restarts:
-            raise LaunchError(f"not started again: all {self.restarts} restarts are used up")
+            raise LaunchError(f"not started again: its restarts ({self.restarts}) are used up")
         self.used += 1
 
     def next(self, ending: Ending, reachable: Collection[str]) -> str:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from poseidon.artifact import write_whole
 from poseidon.cluster.handover import LEAVING_FILE, MEMORY_VARIABLE, PROGRESS_FILE
@@ -85,7 +86,7 @@ class Job:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def running_jobs() -> list[dict[str, object]]:
+def running_jobs() -> list[dict[str, Any]]:
     """What `job.json` says, of each job of this user on this machine."""
     found = []
     for path in sorted(_TMPFS.glob(f"poseidon-*/{_JOB_FILE}")):

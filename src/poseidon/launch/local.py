@@ -9,8 +9,8 @@ import signal
 import socket
 import sys
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -269,7 +269,8 @@ class LoopbackEngine(LocalEngine):
         with self._listen() as listener:
             self._port = listener.getsockname()[1]
             command = [sys.executable, "-P", _TORCH_STORE_SCRIPT, str(listener.fileno())]
-            process = spawn(command, pass_fds=[listener.fileno()])
+            with _blocked(signal.SIGHUP):  # the child inherits that: a signal waits until the store can take it
+                process = spawn(command, pass_fds=[listener.fileno()])
         store = RankProcess(label="store", what="the rendezvous store", process=process, serves=True, is_silent=True)
         supervision.add(store)
         return store
@@ -374,6 +375,15 @@ def engine_for(
         f"no emulated hosts here: {cluster.num_ranks} ranks run on loopback with unshaped links instead ({reason})"
     )
     return LoopbackEngine(cluster.num_ranks, grace_s=grace_s, restarts=restarts), warning
+
+
+@contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _places(ranks_by_node: Sequence[int]) -> list[RankPlace]:
