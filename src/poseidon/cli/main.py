@@ -43,6 +43,8 @@ VERBS = {
     "bench": Verb(module="poseidon.cli.bench", help="Race Poseidon against DDP or one scheme, step by step in turns."),
     "checkpoint": Verb(module="poseidon.cli.checkpoint", help="List and verify checkpoints; export or import weights."),
     "probe": Verb(module="poseidon.cli.probe", help="Measure hosts and links, and write them to a cluster's file."),
+    "doctor": Verb(module="poseidon.cli.doctor", help="Check hosts and every pair of them, and say what to do."),
+    "drain": Verb(module="poseidon.cli.drain", help="Ask a rank of a running job to leave with nothing lost."),
     "lab": Verb(
         module="poseidon.cli.lab",
         help="Run a command on emulated hosts with links of a chosen rate.",
