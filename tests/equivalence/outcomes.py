@@ -22,8 +22,13 @@ COLUMNS = (*SCHEMES, AUTO)
 WORLD_SIZES = (1, 2, 3, 4)
 FULL = WORLD_SIZES[-1]
 """Ranks on two hosts with two each."""
-USUAL = {1: ("all_reduce",), 2: ("all_reduce", "mix"), FULL: ("two_level",)}
-"""The schemes that are tried on so many ranks where nothing else is asked for; on three all are."""
+USUAL = {
+    1: ("all_reduce",),
+    2: ("all_reduce", "sparse_rows", AUTO),
+    3: ("sufficient_factor", "sharded_server", "mix", "deferred"),
+    FULL: ("two_level",),
+}
+"""The schemes that are tried on so many ranks where nothing else is asked for: each on one number of them."""
 FAMILY_SECONDS = 500.0
 MOST_FAILURES = 5
 """Of one family; beyond that the rest is not run."""
@@ -47,7 +52,7 @@ def combinations(family: str, world_size: int, *, every: bool) -> tuple[Combinat
         for situation in FAMILIES[family]
         for scheme in columns(situation)
         if scheme != "two_level" or world_size == FULL
-        if every or scheme in USUAL.get(world_size, COLUMNS)
+        if every or scheme in USUAL[world_size]
     )
 
 

@@ -1,7 +1,7 @@
 """Every situation under every scheme: equal to one process, the same bits on every rank.
 
-On three ranks; on two with the schemes of most layers, on one what a run without a network does, on four what two hosts
-of two ranks do. With `--thorough`, as for the page, everything on one to four.
+Each scheme on two ranks or on three; on one what a run without a network does, on four what two hosts of two ranks do.
+With `--thorough`, as for the page, everything on one to four.
 """
 
 from collections.abc import Iterator
