@@ -158,12 +158,20 @@ def skip_damaged(rank: int, world_size: int, folder: Path) -> list[Any]:
     _, _, other = make_run(world_size, width=5)
     facts.append(message_of(lambda: other.load(folder)))
     facts.append(message_of(lambda: other.load(folder / "nothing")))
+    if rank == 0:
+        torch.save(nn.Linear(3, 5).state_dict(), folder / "weights.pt")
+    other.group.barrier()
+    other.load(folder / "weights.pt")
+    facts.append([value.tolist() for value in other.model.state_dict().values()])
     other.detach()
     return facts
 
 
 def test_a_damaged_checkpoint_is_skipped_and_another_model_refused(tmp_path: Path) -> None:
-    for damaged, step, here, other, nothing in run_ranks(2, skip_damaged, tmp_path):
+    answers = run_ranks(2, skip_damaged, tmp_path)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for damaged, step, here, other, nothing, loaded in answers:
+        assert loaded == [value.tolist() for value in weights.values()]
         assert (step, here) == (2, 2)
         assert "'weight' was (4, 3) torch.float32 when it was saved and is (5, 3) torch.float32" in other
         assert "no checkpoint there is complete and undamaged" in damaged

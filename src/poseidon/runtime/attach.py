@@ -302,7 +302,8 @@ class Run(Steps):
         plan. With another number an epoch goes on with the samples that are left.
 
         Args:
-            path: A folder of checkpoints, of which the newest counts that is complete and undamaged; or one of them.
+            path: A folder of checkpoints, or of a run, of which the newest counts that is complete and undamaged; one
+                checkpoint; or a file of weights, with which the run begins.
 
         Raises:
             CheckpointError: There is none, or it is that of another model; the same on every rank.

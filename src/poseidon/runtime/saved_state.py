@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from poseidon.errors import CheckpointError
-from poseidon.runtime.checkpoint import MANIFEST, Damaged, Found, Shelf
-from poseidon.runtime.state import COMMON, rank_part, restore, shard_part
+from poseidon.runtime.checkpoint import MANIFEST, Damaged, Found, open_checkpoint, shelf_in
+from poseidon.runtime.state import COMMON, on_all_ranks, rank_part, restore, shard_part
 from poseidon.runtime.stepping import Steps
+from poseidon.runtime.weights import apply_weights, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -28,16 +29,33 @@ class Loaded:
 
 
 def load(run: Steps, path: Path) -> Loaded:
-    """Brings a run to the newest state in a folder, or to that of one checkpoint; see `Run.load`."""
-    if (path / MANIFEST).exists():
-        mine = [each for each in Shelf(path.parent).scan() if each.path.name == path.name]
-    else:
-        mine = Shelf(path).scan()
+    """Brings a run to the newest state in a folder, to one checkpoint's or to a file's weights; see `Run.load`."""
+    kinds = run.group.all_gather_text("file" if path.is_file() else "folder", "looking for checkpoints")
+    if len(set(kinds)) > 1:
+        raise CheckpointError(
+            f"cannot resume from {path}: it is a file on rank {kinds.index('file')} only; name the same"
+        )
+    if kinds[0] == "file":
+        return _load_weights(run, path)
+    mine = on_all_ranks(run, lambda: _scan(path))
     for step in _common_steps(run, mine, path):
         found = next(each for each in mine if each.step == step and isinstance(each, Found))
         if (loaded := _try(run, found)) is not None:
             return loaded
     raise CheckpointError(f"cannot resume from {path}: no checkpoint there is complete and undamaged")
+
+
+def _load_weights(run: Steps, path: Path) -> Loaded:
+    """The model's only: the run begins."""
+    weights = on_all_ranks(run, lambda: load_weights(path))
+    on_all_ranks(run, lambda: apply_weights(run.model, weights))
+    run.check_replicas()
+    run.note("resumed", f"beginning with the weights of {path}", loud=True)
+    return Loaded(step=run.step, path=path, world_size=run.group.world_size)
+
+
+def _scan(path: Path) -> Sequence[Found | Damaged]:
+    return [open_checkpoint(path)] if (path / MANIFEST).exists() else shelf_in(path).scan()
 
 
 def _common_steps(run: Steps, mine: Sequence[Found | Damaged], path: Path) -> list[int]:

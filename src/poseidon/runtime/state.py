@@ -100,14 +100,14 @@ def restore(run: Steps, read: Read) -> int:
         CheckpointError: The state is that of another model or has not all that is needed; the same on every rank, and
             nothing has been changed.
     """
-    job = _on_all_ranks(run, lambda: _checked_job(run, read("job")))
+    job = on_all_ranks(run, lambda: _checked_job(run, read("job")))
     plan = Plan.parse(job["plan"], source="the saved plan")
     if job["settled"] and plan.world_size == run.group.world_size:
-        _on_all_ranks(run, lambda: run.check_plan(plan))
+        on_all_ranks(run, lambda: run.check_plan(plan))
         run.rates = Rates.model_validate_json(job["rates"]) if job["rates"] else None
         run.on_resumed(plan)
     run.flush()
-    found = _on_all_ranks(run, lambda: _Found(run, job, read))
+    found = on_all_ranks(run, lambda: _Found(run, job, read))
     found.load(run, same_plan=run.plan == plan)
     return int(job["step"])
 
@@ -232,7 +232,7 @@ class _Found:
             set_random_state(own["random"])
 
 
-def _on_all_ranks(run: Steps, read: Callable[[], T]) -> T:
+def on_all_ranks(run: Steps, read: Callable[[], T]) -> T:
     """Does something on every rank that may fail on one.
 
     Raises:
