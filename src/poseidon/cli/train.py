@@ -17,7 +17,9 @@ from poseidon.cli.hosts import (
     CpuOption,
     HostsOption,
     LinkOption,
+    MinHostsOption,
     ProcsPerHostOption,
+    RestartsOption,
     describe_links,
     is_worker,
     joined,
@@ -98,6 +100,8 @@ def train(
             help="Keep steps in memory so often, for a restart; 1% of the time if not given.", metavar="EVERY"
         ),
     ] = None,
+    restarts: RestartsOption = 0,
+    min_hosts: MinHostsOption = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events for TensorBoard too.")] = False,
     virtual: VirtualOption = None,
     baseline: Annotated[
@@ -113,6 +117,7 @@ def train(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say at the end for each parameter how it travels and why not otherwise.")
     ] = False,
+    context: typer.Context = None,  # type: ignore[assignment] # none as a function
 ) -> None:
     """Train a task, over several hosts if there are any.
 
@@ -120,12 +125,14 @@ def train(
 
     torchrun --nnodes 2 … -m poseidon train fashion-mnist
     """
-    command = TrainOptions.model_validate(locals()).merged()
+    command = TrainOptions.of_call(locals(), context).merged()
     check_allowed(command.allow)
     changes = [LinkChange.parse(text) for text in command.at or []]
     spec = read_hosts(command.hosts, command.procs_per_host, command.link, command.cluster, command.cpu)
     if changes and spec is None:
         raise typer.BadParameter("links that change need emulated hosts: add --hosts", param_hint="--at")
+    if command.restarts and spec is None:
+        raise typer.BadParameter("whoever starts the ranks starts them again: add --hosts", param_hint="--restarts")
     if command.tensorboard and command.out is None:
         raise typer.BadParameter("events need a folder: add --out", param_hint="--tensorboard")
     if command.task is None:
@@ -141,7 +148,7 @@ def train(
         assert spec is not None
         if command.out is not None and command.resume is None:
             check_unused(command.out)
-        launch(spec, changes)
+        launch(spec, changes, restarts=command.restarts, min_hosts=command.min_hosts)
         return
     schedule = command.schedule(chosen)
     chosen = as_virtual(chosen, command.virtual, schedule.batch_size // schedule.accumulate)

@@ -1,11 +1,10 @@
 """What `poseidon train` was asked for: from its options, or from those of the run that goes on."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import click
-from click.core import ParameterSource
+import typer
 
 from poseidon.artifact import Value
 from poseidon.errors import ConfigError
@@ -21,7 +20,7 @@ WHERE = ("hosts", "procs_per_host", "link", "cpu", "cluster", "at")
 HOW_LONG = ("epochs", "steps")
 AS_BEFORE = ("task", "plan", "allow", "shares", "batch", "accumulate", "seed", "virtual")
 """What makes the training another one: a run that goes on keeps it."""
-OF_THIS_START = ("resume", "out", "init")
+OF_THIS_START = ("resume", "out", "init", "given")
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints in that of the run."""
 
@@ -51,19 +50,30 @@ class TrainOptions(Value):
     keep_last: int
     keep_best: int
     commit_every: str | None
-    restarts: int = 0
+    restarts: int
+    min_hosts: int | None
     tensorboard: bool
     virtual: str | None
     baseline: bool
     check_replicas: bool
     explain: bool
+    given: frozenset[str] = frozenset()
+    """Names of the options that were on the command line."""
+
+    @classmethod
+    def of_call(cls, values: Mapping[str, Any], context: typer.Context | None) -> Self:
+        """From the arguments of the command's function, and what is known of where they come from."""
+        options = {name: value for name, value in values.items() if name in cls.model_fields}
+        sources = {name: context.get_parameter_source(name) for name in options} if context is not None else {}
+        given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+        return cls.model_validate({**options, "given": given})
 
     @property
     def goes_on(self) -> bool:
         """Whether what is in the folder is this run's own: of before, or of an earlier start of the job."""
         return self.resume is not None or memory.attempt() > 0
 
-    def merged(self) -> "TrainOptions":
+    def merged(self) -> Self:
         """With `--resume`, the options of the run that goes on, but for those that may be given anew and were.
 
         Raises:
@@ -74,18 +84,17 @@ class TrainOptions(Value):
         earlier = read_facts(self.resume)["options"].get("command")
         if not isinstance(earlier, dict):
             raise ConfigError(f"cannot go on with the run in {self.resume}: its run.json does not say its options")
-        given = _given()
         for name in AS_BEFORE:
-            if name in given and getattr(self, name) != earlier.get(name):
+            if name in self.given and getattr(self, name) != earlier.get(name):
                 raise ConfigError(
                     f"cannot go on with the run in {self.resume} with {name} {getattr(self, name)!r}: it was begun "
                     f"with {earlier.get(name)!r}; leave it out, or begin another run"
                 )
-        new = set(OF_THIS_START) | set(given)
+        new = set(OF_THIS_START) | self.given
         if new & set(WHERE):
             new |= set(WHERE)
         kept = {name: value for name, value in earlier.items() if name not in new}
-        return TrainOptions.model_validate({**self.model_dump(), **kept, "out": self.resume})
+        return self.model_validate({**self.model_dump(), **kept, "out": self.resume})
 
     def schedule(self, task: Task) -> Schedule:
         """How long, and with how many samples."""
@@ -136,11 +145,3 @@ class TrainOptions(Value):
                 f"cannot write the run into {path}: another run has written there; name another folder, or go on with "
                 f"that run by --resume {path}"
             )
-
-
-def _given() -> Collection[str]:
-    """The options that were given on the command line."""
-    context = click.get_current_context(silent=True)
-    if context is None:
-        return ()
-    return [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
