@@ -393,9 +393,9 @@ def make_device(ports: PortRange | None) -> ProcessGroupGloo.Device:
 
 
 def _usable(ports: PortRange) -> dict[int, None]:
-    """Ports of the range that compare as small to gloo; all where these are few."""
+    """Ports of the range that compare as small to gloo; all of them where less than a third does."""
     small = [port for port in ports.numbers if port % 256 < 128]
-    return dict.fromkeys(small if 2 * len(small) >= len(ports.numbers) else ports.numbers)
+    return dict.fromkeys(small if 3 * len(small) >= len(ports.numbers) else ports.numbers)
 
 
 def _rank_of(port: int) -> int:

@@ -33,6 +33,7 @@ _NETWORK_HEADER = 0x100000000 - 0x100000
 _WHOLE_PACKET, _NOTHING = 0xFFFFFFFF, 0
 
 _EPOLL_CTL_ADD = 1
+_LOWER_HALF = 0xFFFFFFFF
 _MOST_SOURCES = 400
 """A program may have 4096 instructions; an IPv6 address takes nine."""
 
@@ -91,9 +92,12 @@ def watched() -> list[list[Watched]]:
 
 
 def foreign_listeners() -> list[Watched]:
-    """The listening sockets that native code waits for: its epoll instances hand back pointers, Python's numbers."""
+    """The listening sockets that native code waits for: its epoll instances hand back pointers, Python's numbers.
+
+    Python leaves the upper half of what is handed back as it finds it.
+    """
     found = []
-    for one in (one for instance in watched() for one in instance if one.data != one.fd):
+    for one in (one for instance in watched() for one in instance if one.data & _LOWER_HALF != one.fd):
         with borrowed(one.fd, one.inode) as sock:
             if sock is not None and is_listening(sock):
                 found.append(one)
