@@ -6,6 +6,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from poseidon import __version__
 from poseidon.artifact import Value
 from poseidon.cluster.measurements import Interface
 from poseidon.comm.dialing import resolve
@@ -78,7 +78,7 @@ def collect(folder: Path, coordinator: str | None) -> Facts:
         host=own_name,
         python=platform.python_version(),
         torch=torch.__version__,
-        poseidon=__version__,
+        poseidon=version("poseidon-dl"),
         has_gloo=dist.is_available() and dist.is_gloo_available(),
         has_gloo_tls=_has_gloo_tls(),
         has_nccl=dist.is_available() and dist.is_nccl_available(),
