@@ -19,6 +19,7 @@ from poseidon.runtime.checkpoint import Entry, Found, Shelf
 from poseidon.runtime.file_exchange import content_of, exchange_files
 from poseidon.runtime.holdings import Choice, Delivery, Holding, Identity, Tier, deliveries, newest_complete
 from poseidon.runtime.state import COMMON, rank_part, restore, shard_part
+from poseidon.runtime.surroundings import counted
 from poseidon.units import format_seconds
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class Resumption(Value):
     world_size: int
 
     def __str__(self) -> str:
-        ranks = f"{self.world_size_before} ranks before, {self.world_size} now"
-        lost = "no step is lost" if not self.lost_steps else f"{self.lost_steps} steps are lost and made anew"
+        ranks = f"{counted(self.world_size_before, 'rank')} before, {self.world_size} now"
+        lost = f"{counted(self.lost_steps, 'step')} lost and made anew" if self.lost_steps else "no step is lost"
         return f"going on at step {self.step} from {self.place}: {lost}; {ranks}; took {format_seconds(self.seconds)}"
 
 

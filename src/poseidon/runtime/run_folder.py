@@ -34,6 +34,7 @@ from poseidon.errors import ConfigError
 from poseidon.plan import Plan
 from poseidon.runtime.clocks import Clocks
 from poseidon.runtime.ledger import StepResult
+from poseidon.runtime.surroundings import counted
 from poseidon.timeline import Step, Timeline, merge, to_line
 
 VERSION = 1
@@ -143,7 +144,7 @@ class RunFolder:
         if self._group.rank == 0:
             num_cut = _keep_lines(self.path / "steps.jsonl", lambda line: line["step"] < step)
             if num_cut:
-                log.warning("%s: %d lines of steps that are made anew were cut off", self.path / "steps.jsonl", num_cut)
+                log.warning("%s: cut off %s made anew", self.path / "steps.jsonl", counted(num_cut, "step"))
             ranks = {_part(self.path, rank) for rank in range(self._group.world_size)}
             parts += [self.path / "timeline.jsonl", *sorted(set(self.path.glob("timeline.rank*.jsonl")) - ranks)]
         for part in parts:

@@ -1,0 +1,99 @@
+"""The folder in memory: whose it is, when it is stale, what it remembers."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from poseidon.errors import CheckpointError
+from poseidon.runtime import memory
+from poseidon.runtime.memory import MemoryFolder
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "TMPFS", tmp_path)
+    for name in ("POSEIDON_MEMORY", "POSEIDON_JOB", "TORCHELASTIC_RUN_ID", "GROUP_RANK", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("POSEIDON_JOB", "mine")
+
+
+def age(path: Path, seconds: float) -> None:
+    os.utime(path / memory.ALIVE, (time.time() - seconds,) * 2)
+
+
+def test_a_dead_jobs_folder_goes_and_a_living_ones_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = {}
+    for job in ("dead", "alive", "paused"):
+        monkeypatch.setenv("POSEIDON_JOB", job)
+        folders[job] = MemoryFolder(memory.folder_of_host(), 0)
+        age(folders[job].path, memory.STALE_SECONDS - 60 if job == "paused" else memory.STALE_SECONDS + 60)
+    folders["dead"].release()
+    folders["paused"].release()
+    assert memory.remove_stale() == [folders["dead"].path]
+    assert folders["alive"].path.is_dir()
+    assert folders["paused"].path.is_dir()
+    folders["alive"].release()
+
+
+def test_a_folder_that_others_could_write_is_not_trusted(tmp_path: Path) -> None:
+    path = memory.folder_of_host()
+    path.mkdir()
+    path.chmod(0o777)
+    with pytest.raises(CheckpointError, match="only this user can write"):
+        MemoryFolder(path, 0)
+    path.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="only this user can write"):
+        MemoryFolder(path, 0)
+
+
+def test_the_last_step_is_known_after_the_ranks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, step in enumerate((7, 9)):
+        folder = MemoryFolder(memory.folder_of_host(), rank)
+        folder.note(step)
+        folder.release()
+    assert memory.last_noted(0) == 9
+    monkeypatch.setenv("GROUP_RANK", "3")  # hosts are numbered anew
+    assert memory.last_noted(0) == 9
+    folder = MemoryFolder(memory.folder_of_host(), 0)
+    assert memory.remove_former() == [folder.path.with_name(folder.path.name[:-1] + "0")]
+    assert memory.last_noted(0) == 0
+    folder.release()
+
+
+def test_what_is_made_anew_is_forgotten() -> None:
+    folder = MemoryFolder(memory.folder_of_host(), 0)
+    for step in (5, 9):
+        draft = folder.shelf.begin(step)
+        draft.seal([draft.write("job", {"step": step})], {})
+    other = MemoryFolder(folder.path, 1)
+    other.note(12)
+    other.release()
+    folder.note(5)
+    folder.go_on_from(5, [0])
+    assert [found.step for found in folder.shelf.found()] == [5]
+    assert memory.last_noted(0) == 5
+    folder.release()
+
+
+def test_jobs_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = MemoryFolder(memory.folder_of_host(), 0)
+    folder.note(4)
+    monkeypatch.setenv("POSEIDON_JOB", "min")
+    assert memory.last_noted(0) == 0
+    assert memory.folders_of_job() == [memory.folder_of_host()]
+    folder.release()
+
+
+def test_a_job_that_ended_well_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = MemoryFolder(memory.folder_of_host(), 0)
+    folder.release()
+    named = tmp_path / "named"
+    monkeypatch.setenv("POSEIDON_MEMORY", str(named))
+    MemoryFolder(memory.folder_of_host(), 0).release()
+    memory.remove_opened()
+    assert not folder.path.exists()
+    assert named.is_dir()  # whoever named it removes it
