@@ -34,6 +34,11 @@ def test_all_start_again_and_the_line_says_who_failed_and_what_goes_on() -> None
     assert (attempts.number, attempts.present) == (1, HOSTS)
 
 
+def test_the_last_line_of_who_failed_first_is_told() -> None:
+    line = go_on(Attempts(hosts=HOSTS, restarts=2), failed(3, last_line="PeerLostError: rank 2 is gone"))
+    assert "rank 1 failed first after step 3, with exit code 1: PeerLostError: rank 2 is gone (restart 1 of 2)" in line
+
+
 def test_restarts_are_used_up() -> None:
     attempts = Attempts(hosts=HOSTS, restarts=1)
     go_on(attempts, KILLED)

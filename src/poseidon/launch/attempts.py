@@ -13,6 +13,7 @@ from poseidon.errors import LaunchError
 
 ALIKE = 3
 """The same end so many times in a row, without a step more, is the program's own."""
+_LONGEST_REASON = 300
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
@@ -136,7 +137,7 @@ class Attempts:
             leaving = ", ".join(host for host in self.hosts if host in ending.leaving)
             return f"attempt {self.number}: {leaving} leaves{at}, as asked"
         return (
-            f"attempt {self.number}: {ending.what} failed first{at}, with {ending.how} "
+            f"attempt {self.number}: {ending.what} failed first{at}, with {ending.how}{_shortened(ending.last_line)} "
             f"(restart {self.used} of {self.restarts})"
         )
 
@@ -148,3 +149,9 @@ class Attempts:
         text = f"{len(self.present)} of {len(self.hosts)}: {', '.join(self.present)}"
         text += f"; {', '.join(lost)} cannot be reached" if lost else ""
         return text + (f"; {', '.join(back)} can be reached again" if back else "")
+
+
+def _shortened(line: str) -> str:
+    """The last line of who failed, which says why, or whom it misses."""
+    text = line.strip()
+    return f": {text[:_LONGEST_REASON]}{'...' if len(text) > _LONGEST_REASON else ''}" if text else ""
