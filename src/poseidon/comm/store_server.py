@@ -125,10 +125,13 @@ class StoreServer:
 
     def close(self) -> None:
         """Ends every connection and the thread."""
-        if self._thread.is_alive():
-            self._closing = True
-            os.write(self._wake_writer, b"\0")
-            self._thread.join()
+        if self._closing:
+            return
+        self._closing = True
+        os.write(self._wake_writer, b"\0")
+        self._thread.join()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
 
     def _serve(self) -> None:
         try:
@@ -144,8 +147,6 @@ class StoreServer:
                 connection.socket.close()
             self._listener.close()
             self._selector.close()
-            os.close(self._wake_reader)
-            os.close(self._wake_writer)
             self._table.close()
 
     def _seconds_to_next(self) -> float:
