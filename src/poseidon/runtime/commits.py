@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from poseidon.comm.group import Group
-from poseidon.errors import CheckpointError, CommError
+from poseidon.errors import CheckpointError, CommError, PeerLostError
 from poseidon.runtime import memory
 from poseidon.runtime.checkpoint import Draft, Entry, Shelf
 from poseidon.runtime.file_exchange import content_of, exchange_files
@@ -33,6 +33,9 @@ from poseidon.units import format_bytes
 
 if TYPE_CHECKING:
     from poseidon.runtime.attach import Run
+
+LOOK_SECONDS = 0.2
+"""How often it is looked whether all ranks are there, while a commit is waited for."""
 
 _numbers = itertools.count()
 """Of the runs of this process that commit: a job that starts again has them in the same order."""
@@ -123,11 +126,20 @@ class Commits:
         return found
 
     def finish(self) -> None:
-        """Waits until the last commit has been written, or could not be."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-            self._copies.give_back()
+        """Waits until the last commit has been written, or could not be.
+
+        Raises:
+            PeerLostError: A rank is gone, and the commit cannot end.
+        """
+        if self._writing is None:
+            return
+        liveness = self._run.group.liveness
+        while self._writing.is_alive():
+            self._writing.join(LOOK_SECONDS)
+            if self._writing.is_alive() and liveness is not None and (lost := liveness.lost()):
+                raise PeerLostError(f"rank {self._run.group.rank}: committing a step failed: {lost}")
+        self._writing = None
+        self._copies.give_back()
 
     def close(self, *, failed: bool) -> None:
         """The run ends, on all ranks together; what is kept stays until the job ends well.
