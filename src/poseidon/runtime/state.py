@@ -97,8 +97,8 @@ def restore(run: Steps, read: Read) -> int:
         How many steps lie behind.
 
     Raises:
-        CheckpointError: The state is that of another model or has not all that is needed; the same on every rank, and
-            nothing has been changed.
+        CheckpointError: The state is that of another model, has not all that is needed, or something does not take its
+            part; the same on every rank. But for the last case, model and optimizers are as they were.
     """
     job = on_all_ranks(run, lambda: _checked_job(run, read("job")))
     plan = Plan.parse(job["plan"], source="the saved plan")
@@ -108,7 +108,7 @@ def restore(run: Steps, read: Read) -> int:
         run.on_resumed(plan)
     run.flush()
     found = on_all_ranks(run, lambda: _Found(run, job, read))
-    found.load(run, same_plan=run.plan == plan)
+    on_all_ranks(run, lambda: found.load(run, same_plan=run.plan == plan))
     return int(job["step"])
 
 

@@ -51,7 +51,7 @@ class Event(TypedDict):
 
     kind: str
     """`measured`, `planned`, `adopted`, `kept`, `dropped`, `shared`, `noticed`, `compiled`, `expected`, `departed`,
-    `grown`, `overlooked`, `unused`, `leaving` or `trained`."""
+    `grown`, `overlooked`, `unused`, `leaving`, `trained`, `saved`, `unsaved`, `uncommitted` or `resumed`."""
     exchange: int
     """How many exchanges lay behind."""
     seconds: float
