@@ -36,7 +36,9 @@ Read = Callable[[str], Any]
 """From the name of a part to the part."""
 
 FORMAT = 1
-COMMON = ("model", "optimizer", "job")
+JOB = "job"
+"""What all ranks have alike beside model and optimizers: the step, the plan, what is tracked."""
+COMMON = ("model", "optimizer", JOB)
 """The parts that all ranks have alike."""
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
