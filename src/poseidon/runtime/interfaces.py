@@ -56,6 +56,7 @@ def choose_interface(address: str, port: int) -> None:
         chosen = select(patterns, interfaces(), preferred=chosen)
         if chosen.name != control.name:
             log.info("control goes over %s (%s): %s", control.name, control.address, control.reason)
+    chosen = _as_gloo_listens(chosen)
     _chosen[:] = [chosen]
     os.environ["GLOO_SOCKET_IFNAME"] = chosen.name
     os.environ.setdefault("NCCL_SOCKET_IFNAME", chosen.name)
@@ -76,6 +77,12 @@ def _by_route(address: str, port: int) -> tuple[Interface, str | None]:
         entry = loopback_entry(address) or entry
         chosen = default_interface() or chosen
     return chosen, entry
+
+
+def _as_gloo_listens(chosen: Interface) -> Interface:
+    """The same card under its first address, IPv4 before IPv6: there gloo listens, whichever address led to it."""
+    first = next((card.address for card in interfaces() if card.name == chosen.name), chosen.address)
+    return chosen.model_copy(update={"address": first})
 
 
 def select(patterns: str, known: Sequence[Interface], *, preferred: Interface | None = None) -> Interface:
