@@ -71,7 +71,7 @@ def train(rank, world_size, folder, scheme, attempt, dies):
     return losses, parameters, resumption
 
 
-@pytest.mark.parametrize("scheme", ["all_reduce", "sharded_server"])
+@pytest.mark.parametrize("scheme", [pytest.param("all_reduce", marks=pytest.mark.thorough), "sharded_server"])
 def test_all_ranks_die_and_training_goes_on_bit_for_bit(tmp_path: Path, scheme: str) -> None:
     undisturbed = run_ranks(2, train, tmp_path / "undisturbed", scheme, 0, False)
     run_ranks(2, train, tmp_path / "memory", scheme, 0, True, expect_dead=(0, 1))
