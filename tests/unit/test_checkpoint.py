@@ -369,6 +369,7 @@ def test_killed_before_any_call_of_the_system(tmp_path: Path, again: bool) -> No
             shelf.prune(1)
 
         ended = in_child(save_and_prune)
+        assert all(isinstance(each, Found) and not what_is_wrong(each) for each in shelf.scan())
         found = shelf.newest()
         assert found is not None
         assert same_bits(found.read("model"), make_state(found.step))
