@@ -1,19 +1,24 @@
 """A rank that dies, ends by an error, goes ahead or fell behind: the others say who and why, soon, and none hangs."""
 
+import logging
 import os
+import re
 import signal
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from poseidon.comm import SCHEMES
+from poseidon.comm import SCHEMES, lateness
 from poseidon.comm import liveness as liveness_module
 from poseidon.errors import CommError, PeerLostError
 from poseidon.runtime import join
 from poseidon.runtime.attach import attach
+from support.faults import RAISED, Injection, Injector
 from support.ranks import run_ranks
 from support.steps import plan_for, rows
 
@@ -144,24 +149,119 @@ def test_a_slow_rank_is_waited_for():
     run_ranks(2, slow, init=False)
 
 
-def stopped(rank, world_size):
-    """A process that stands still, its connections open, counts as gone after a while."""
+def meet(rank, world_size, kind, injection, folder):
+    """Trains until a rank has met its fault; what this rank then saw, and after how many seconds."""
     liveness_module.LOST_SECONDS = 4.0
-    model, optimizer, run = make_run(world_size, "all_reduce")
+    model, optimizer, run = make_run(world_size, kind)
+    injector = Injector([injection], rank, Path(folder))
+    injector.watch_transfers()
+
+    def watch(module, inputs, found):
+        found.register_hook(lambda _: injector.reach_end_of_backward())
+
+    model[0].register_forward_hook(watch)
     train(model, optimizer, rank, range(2))
     processes = run.group.all_gather_text(str(os.getpid()))
     start = time.monotonic()
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    with pytest.raises(PeerLostError, match="rank 2 is gone: no sign of life for") as caught:
-        train(model, optimizer, rank, range(2, 4))
-    seconds = time.monotonic() - start
+    try:
+        for step in range(2, 20):
+            injector.step = step
+            train(model, optimizer, rank, [step])
+            injector.reach("evaluation")
+            run.mean(1.0)
+    except PeerLostError as error:
+        seconds = time.monotonic() - start
+        if injection.fault == "SIGSTOP" and rank == 0:
+            os.kill(int(processes[injection.rank]), signal.SIGKILL)
+        with suppress(CommError):
+            run.detach()
+        join.shutdown(str(error))
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("poseidon-")]
+        return str(error), seconds
+    except (KeyboardInterrupt, ValueError, MemoryError) as error:  # as a program that ends by it would
+        join.shutdown(f"{type(error).__name__}: {error}")
+    return None
+
+
+WORDS = {
+    "SIGTERM": "is gone: the process ended",
+    "SIGKILL": "is gone: the process ended",
+    "SIGSTOP": "is gone: no sign of life for",
+    "SIGINT": "ended with: KeyboardInterrupt",
+    "exception": "ended with: ValueError: the loss is not a number",
+    "out_of_memory": "ended with: MemoryError",
+}
+"""How the others speak of it."""
+IN_TRANSFERS = {
+    "all_reduce": "all-reduce",
+    "sufficient_factor": "factor gather",
+    "sharded_server": "server push",
+}
+USUAL = [
+    ("SIGTERM", "all_reduce", "all-reduce"),
+    ("SIGINT", "sufficient_factor", "factor gather"),
+    ("SIGKILL", "sharded_server", "server push"),
+    ("out_of_memory", "sharded_server", "server push"),
+    ("SIGSTOP", "all_reduce", "evaluation"),
+]
+"""Of all combinations a few, in which each fault, each kind of transfer and a call outside any exchange occur."""
+OTHERS = [
+    (fault, kind, phase)
+    for fault in WORDS
+    for kind, own in IN_TRANSFERS.items()
+    for phase in (own, "evaluation")
+    if (fault, kind, phase) not in USUAL and not (fault in RAISED and phase == "all-reduce")
+]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("fault", "kind", "phase"), USUAL + [pytest.param(*one, marks=pytest.mark.thorough) for one in OTHERS]
+)
+def test_whatever_ends_a_rank_the_others_say_who(fault, kind, phase, tmp_path):
+    """The same outcome for each of them, in the middle of a transfer and in a call outside any exchange."""
+    victim = 1
+    injection = Injection(fault=fault, phase=phase, rank=victim, step=3)
+    dies = fault in ("SIGTERM", "SIGKILL", "SIGSTOP")
+    found = run_ranks(3, meet, kind, injection, str(tmp_path), init=False, expect_dead=[victim] if dies else [])
+    for rank in (0, 2):
+        message, seconds = found[rank]
+        assert f"rank {victim} {WORDS[fault]}" in message
+        assert "on host " in message
+        assert seconds < MOST_SECONDS
+
+
+def late(rank, world_size, waits_in, seconds):
+    """Rank 1 takes its time; what the other rank's log says meanwhile."""
+    lateness.FIRST_REMINDER_SECONDS = 0.5
+    liveness_module.LOST_SECONDS = liveness_module.LEAST_SILENCE_SECONDS = seconds / 3
+    said: list[tuple[int, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((record.levelno, record.getMessage()))
+    logging.getLogger("poseidon").addHandler(handler)
+    model, optimizer, run = make_run(world_size, "all_reduce")
+    train(model, optimizer, rank, range(2))
+    if rank == 1:
+        time.sleep(seconds)
+    if waits_in == "a mean":
+        run.mean(1.0)
+    else:
+        train(model, optimizer, rank, [2])
     run.detach()
-    if rank == 0:
-        os.kill(int(processes[2]), signal.SIGKILL)
-    join.shutdown(str(caught.value))
-    return seconds
+    join.shutdown()
+    return [text for level, text in said if level >= logging.WARNING]
 
 
-def test_a_rank_that_stands_still_is_named():
-    assert max(run_ranks(3, stopped, init=False, expect_dead=[2])[:2]) < MOST_SECONDS
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("waits_in", "words"),
+    [
+        ("an exchange", "in counts of exchange 2"),
+        pytest.param("a mean", "in taking a mean over the ranks", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_rank_that_takes_three_times_the_deadline_is_waited_for_and_named(waits_in, words):
+    first, second = run_ranks(2, late, waits_in, 6.0, init=False)
+    assert re.fullmatch(rf"rank 0: waiting \d+s for rank 1 \(\S+\), which is alive, {words}", first[0])
+    assert len(first) >= 2  # and again, at growing intervals
+    assert second == []

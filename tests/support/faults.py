@@ -33,9 +33,9 @@ DISKS = ("disk_full", "slow_disk")
 FAULTS = (*SIGNALS, *RAISED, *CUTS, *DISKS)
 
 TRANSFERS: dict[str, Callable[[str], bool]] = {
-    "all-reduce": lambda name: name.startswith("all-reduce") or ".." in name,
+    "all-reduce": lambda name: name == "head" or ".." in name,
     "row gather": lambda name: name == "embedding (second factor)",
-    "factor gather": lambda name: name == "hidden (first factor)",
+    "factor gather": lambda name: name.endswith("(second factor)") and not name.startswith("embedding"),
     "server push": lambda name: name.endswith("(push)"),
 }
 """Phases in which a transfer is under way, and by its name which."""

@@ -44,6 +44,8 @@ SCHEMES: dict[str, dict[str, CommScheme]] = {
     "mixed": {"embedding": SparseRows(), "hidden": SufficientFactor(), "head": ShardedServer()},
 }
 """By name, what is not on plain all-reduce."""
+BUCKETS = (("head",), ("hidden", "embedding"))
+"""Where all is: the first crosses the network while backward goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,9 @@ class Trainee:
         self._make_phases()
 
     def _plan(self, world_size: int) -> Plan:
-        return plan_for(self.model, world_size, SCHEMES[self.training.scheme], lambda: loss_of(self.model, batch(0, 0)))
+        schemes = SCHEMES[self.training.scheme]
+        plan = plan_for(self.model, world_size, schemes, lambda: loss_of(self.model, batch(0, 0)))
+        return plan if schemes else plan.model_copy(update={"buckets": BUCKETS})
 
     def _make_phases(self) -> None:
         """Forward, backward and optimizer are phases from their middle on."""
