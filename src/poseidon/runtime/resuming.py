@@ -18,7 +18,7 @@ from poseidon.runtime import memory
 from poseidon.runtime.checkpoint import Entry, Found, Shelf
 from poseidon.runtime.file_exchange import content_of, exchange_files
 from poseidon.runtime.holdings import Choice, Delivery, Holding, Identity, Tier, deliveries, newest_complete
-from poseidon.runtime.state import COMMON, rank_part, restore, shard_part
+from poseidon.runtime.state import COMMON, JOB, rank_part, restore, shard_part
 from poseidon.runtime.surroundings import counted
 from poseidon.units import format_seconds
 
@@ -117,7 +117,7 @@ class _Search:
         for tier, shelf in self._shelves:
             for one in shelf.scan():
                 if isinstance(one, Found):
-                    if any(entry.part == "job" for entry in one.entries):  # else it has weights, and nothing to go on by
+                    if any(entry.part == JOB for entry in one.entries):  # else it has weights, and nothing to go on by
                         self._here.setdefault(_identity(one, tier), one)
                 elif self._speaks:
                     log.warning("rank %d: %s is skipped: %s", self._group.rank, one.path, one.what)
