@@ -10,7 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from poseidon.comm.mesh import BACKEND
+from poseidon.comm import mesh as mesh_module
+from poseidon.comm.mesh import BACKEND, Mesh, Published
 from poseidon.comm.sockets import foreign_listeners, own_end
 from poseidon.errors import CommError
 from poseidon.runtime import join
@@ -143,3 +144,33 @@ def test_jobs_that_start_together_do_not_take_each_others_ports():
         job.join()
     if failures:
         raise failures[0]
+
+
+def one_comes_early(rank, world_size):
+    """A stranger with the address of a rank connects while the group is made, and says nothing."""
+    strangers = []
+    opened = Mesh._opened
+
+    def open_and_let_in(mesh, key, published):
+        told = opened(mesh, key, published)
+        strangers.append(socket.create_connection(Published.find(told).endpoint))
+        return told
+
+    Mesh._opened = open_and_let_in
+    with pytest.MonkeyPatch.context() as patch:
+        warnings = []
+        patch.setattr(mesh_module.log, "warning", lambda text, *values: warnings.append(text % values))
+        group = join.init(max_connections=1)
+    assert total(group, 1) == world_size
+    (stranger,) = strangers
+    stranger.settimeout(5.0)
+    assert stranger.recv(1) == b"", "its connection was ended"
+    here = "{}:{}".format(*stranger.getsockname())
+    assert warnings == [f"{here} connected to gloo's listener and is no rank: the connection was ended"]
+    stranger.close()
+    group.barrier()
+    join.shutdown()
+
+
+def test_a_stranger_that_came_before_the_ranks_is_put_out():
+    run_ranks(2, one_comes_early, init=False)

@@ -70,9 +70,13 @@ def test_data_and_control_may_take_different_cards(
     monkeypatch.setattr(interfaces, "interfaces", lambda: CARDS)
     routed = CARDS[1].model_copy(update={"reason": "it leads to head"})
     monkeypatch.setattr(interfaces, "interface_to", lambda address, port: routed)
-    monkeypatch.setattr(interfaces, "_chosen", [])
+    monkeypatch.setattr(interfaces, "_cards", {})
     with caplog.at_level("INFO"):
         interfaces.choose_interface("head", 1)
+    data, control = interfaces.interface_of_process(), interfaces.control_of_process()
+    assert data is not None
+    assert control is not None
+    assert (data.name, control.name) == ("ib0", "eth0")
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
     assert caplog.messages == [
         "control goes over eth0 (10.0.0.7): it leads to head",

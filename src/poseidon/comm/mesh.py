@@ -5,8 +5,8 @@ and sends the right number is taken for the rank. What is done about that here:
 
 - Gloo publishes where it listens, and learns where its peers do, through a store. Ours is authenticated, so a stranger
   learns no address and can publish none.
-- While a group is being made, its listener takes connections from the addresses of the ranks only. Before the listener
-  is published only a scan of all ports would find it; how long that is: a millisecond.
+- While a group is being made, its listener takes connections from the addresses of the ranks only. That holds from the
+  moment when gloo publishes it; in the short time before, only somebody who tries all ports would find it.
 - Once a group is made, its listener takes no connections at all.
 - All ranks then tell each other over the store what their connections end in. One that does not end in the right
   rank's socket, because somebody was quicker or stands in between, is an error; one that is nobody's is ended.
@@ -21,7 +21,6 @@ import logging
 import os
 import socket
 import struct
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from poseidon.artifact import Value
+from poseidon.comm.ports import VARIABLE as PORTS_VARIABLE
 from poseidon.comm.ports import PortRange, listen
 from poseidon.comm.sockets import (
     Endpoint,
@@ -57,6 +57,8 @@ CHECK_SECONDS = 60.0
 GLOO_BACKLOG = 512
 _ADDRESS_BYTES = 136
 """A `sockaddr_storage` and a sequence number."""
+_PROC = "/proc/self/fdinfo"
+"""Where Linux shows what a process waits for; other systems have no such thing."""
 _LONGEST_HOST_NAME = 256
 _LARGEST_PORT = 65535
 _MOST_DEVICES_TRIED = 4096
@@ -257,6 +259,7 @@ class Mesh(Store):
             return
         for index, device in enumerate(self._devices_of(group)):
             where = f"gloo's group {device.group!r}"
+            self._close_listener(device)
             held = [pair for one in connections_beside(device.listener) if (pair := ends(one)) is not None]
             mine = Connections(listener=device.told, connections=tuple(held))
             keys = [f"poseidon/ends/{device.group}/{index}/{rank}" for rank in range(group.size())]
@@ -270,8 +273,8 @@ class Mesh(Store):
                     f"{CHECK_SECONDS:g} s what its connections end in; look at what became of it"
                 ) from error
             said = [Connections.model_validate_json(self._store.get(key)) for key in keys]
-            self._close_listener(device)
-            self._end_strangers(device, strangers(said, where)[group.rank()])
+            odd = strangers(said, where)[group.rank()]
+            self._end_strangers(device, [pair for pair in held if pair not in odd])
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Ends everything that is under way on these groups: each pending operation fails within milliseconds."""
@@ -287,10 +290,11 @@ class Mesh(Store):
         """Guards and moves the listener that gloo is about to publish; what it publishes then."""
         listener = find_listener(published.endpoint)
         if listener is None:
-            if sys.platform != "linux":
-                log.warning("the listeners of gloo stay open to everybody: only Linux lets them be closed")
-                return published.data
-            raise CommError(f"cannot find the listener of gloo at {published.endpoint}: what it publishes has changed")
+            why = f"cannot find the listener of gloo at {published.endpoint[0]}:{published.endpoint[1]} in {_PROC}"
+            if self._ports is not None:
+                raise CommError(f"{why}, so it cannot be moved into the ports {self._ports}; unset {PORTS_VARIABLE}")
+            log.warning("%s: it stays open to everybody", why)
+            return published.data
         address = told = published.endpoint
         if self._ports is None:
             with borrowed(listener.fd, listener.inode) as sock:
@@ -340,9 +344,10 @@ class Mesh(Store):
                 attach_filter(sock, [])
 
     @staticmethod
-    def _end_strangers(device: _Device, pairs: Sequence[tuple[Endpoint, Endpoint]]) -> None:
+    def _end_strangers(device: _Device, ranks: Sequence[tuple[Endpoint, Endpoint]]) -> None:
+        """Ends every connection but those of the ranks."""
         for one in connections_beside(device.listener):
-            if (pair := ends(one)) in pairs and pair is not None:
+            if (pair := ends(one)) is not None and pair not in ranks:
                 shut_down(one)
                 log.warning("%s:%d connected to gloo's listener and is no rank: the connection was ended", *pair[1])
 

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 PATTERNS = "POSEIDON_INTERFACES"
 """The variable: names or networks, separated by commas; `!` leaves out. As in `eth*,10.0.0.0/8,!docker*`."""
 
-_chosen: list[Interface] = []
-"""What `choose_interface` found, one at most."""
+_cards: dict[str, Interface] = {}
+"""What `choose_interface` found: for `data` and for `control`."""
 
 
 def choose_interface(address: str, port: int) -> None:
@@ -50,14 +50,14 @@ def choose_interface(address: str, port: int) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    chosen, entry = _by_route(address, port)
+    control, entry = _by_route(address, port)
+    chosen = control
     if patterns := os.environ.get(PATTERNS, ""):
-        control = chosen
-        chosen = select(patterns, interfaces(), preferred=chosen)
+        chosen = select(patterns, interfaces(), preferred=control)
         if chosen.name != control.name:
             log.info("control goes over %s (%s): %s", control.name, control.address, control.reason)
     chosen = _as_gloo_listens(chosen)
-    _chosen[:] = [chosen]
+    _cards.update(data=chosen, control=control)
     os.environ["GLOO_SOCKET_IFNAME"] = chosen.name
     os.environ.setdefault("NCCL_SOCKET_IFNAME", chosen.name)
     log.info("using interface %s (%s): %s", chosen.name, chosen.address, chosen.reason)
@@ -119,13 +119,18 @@ def _matches(pattern: str, card: Interface) -> bool:
 
 
 def interface_of_process() -> Interface | None:
-    """The card over which this process talks to the other ranks, and why; None where nobody chose one."""
-    return _chosen[0] if _chosen else interface_in_use()
+    """The card over which this process sends its data, and why; None where nobody chose one."""
+    return _cards["data"] if _cards else interface_in_use()
+
+
+def control_of_process() -> Interface | None:
+    """The card that leads to the coordinator, and on which this process serves one; None where nobody chose one."""
+    return _cards["control"] if _cards else interface_in_use()
 
 
 def forget() -> None:
     """Undoes the choice, as far as this module remembers it."""
-    _chosen.clear()
+    _cards.clear()
 
 
 def spans_hosts() -> bool:
@@ -140,7 +145,7 @@ def spans_hosts() -> bool:
 
 def seen_from_here(name: str) -> str:
     """A name, or the address of this host's card where the name misleads to this host's own loopback."""
-    if is_misled(name) and (chosen := interface_of_process()) is not None:
+    if is_misled(name) and (chosen := control_of_process()) is not None:
         return chosen.address
     return name
 

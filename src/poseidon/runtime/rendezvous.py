@@ -31,7 +31,7 @@ from poseidon.comm.remote_store import Coordinator, Patience, RemoteStore, Store
 from poseidon.comm.secret import FILE_VARIABLE, SECRET_VARIABLE, Secret
 from poseidon.comm.store_server import StoreServer
 from poseidon.errors import CommError, ConfigError, PeerLostError
-from poseidon.runtime.interfaces import interface_of_process, seen_from_here
+from poseidon.runtime.interfaces import control_of_process, seen_from_here
 from poseidon.units import format_seconds
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Place:
             world_size=world_size,
             address=seen_from_here(os.environ["MASTER_ADDR"]),
             port=port,
-            is_one_host=os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
+            is_one_host=world_size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
             prefix=f"{job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/",
         )
 
@@ -248,7 +248,7 @@ def _through_torch(place: Place, secret: Secret | None, *, serves: bool = False)
     served = _serve_torch(place) if serves else None
     store = PrefixStore(f"poseidon/{place.prefix}", _torch_client(place))
     if place.rank == 0:
-        chosen = interface_of_process()
+        chosen = control_of_process()
         listener = listen(chosen.address if chosen is not None else place.address)
         if secret is None and not place.is_one_host:
             secret = Secret.make()
