@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from pydantic import ValidationError
+from torch.distributed import DistStoreError
 
 from poseidon.artifact import Value
 from poseidon.comm.lateness import Reminders, say_who_is_late
@@ -58,6 +59,7 @@ _NUM_INTERVALS = 32
 _FIRST_BEAT_SECONDS = 0.02
 """While ranks are missing the first beats follow closer on each other: most come at the same time."""
 _LOOK_SECONDS = 0.02
+_MOST_REASON_BYTES = 2000
 
 
 class Beat(Value):
@@ -285,10 +287,11 @@ class Liveness:
                 self._agree(self._judge(time.monotonic()))
                 self._act()
                 if is_last:
-                    self._store.set(f"{_FAREWELLS}{self._rank}", (self._announce or "")[:500])
+                    reason = (self._announce or "").encode(errors="replace")
+                    self._store.set(f"{_FAREWELLS}{self._rank}", reason[:_MOST_REASON_BYTES])
                     return
                 self._stop.wait(BEAT_SECONDS if not self.missing() else min(BEAT_SECONDS, count * _FIRST_BEAT_SECONDS))
-        except StoreLostError as error:
+        except DistStoreError as error:
             with self._guard:
                 self._verdict = self._verdict or self._without_coordinator(error)
             self._act()
@@ -381,17 +384,18 @@ class Liveness:
         with self._guard:
             self._verdict = _verdict_of(first) or found
 
-    def _without_coordinator(self, error: StoreLostError) -> Verdict | None:
+    def _without_coordinator(self, error: DistStoreError) -> Verdict | None:
         """What follows for this rank from a coordinator that cannot be asked."""
-        if error.trouble is Trouble.CLOSED:
+        trouble = error.trouble if isinstance(error, StoreLostError) else None
+        if trouble is Trouble.CLOSED:
             return None
-        if self._serving_rank is None or self._serving_rank == self._rank:
+        if trouble is None or self._serving_rank is None or self._serving_rank == self._rank:
             return Verdict(
                 ranks=(),
                 text=f"{error}; without it nobody knows who is left, and this rank may be the one that is cut off",
             )
         peer = self._peers[self._serving_rank]
-        why = "its process ended" if error.trouble is Trouble.REFUSED else "it stands still, or its link is down"
+        why = "its process ended" if trouble is Trouble.REFUSED else "it stands still, or its link is down"
         return Verdict(
             ranks=(self._serving_rank,),
             text=f"rank {self._serving_rank} is gone: {why}, and the coordinator with it ({error})"
