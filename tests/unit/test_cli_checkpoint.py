@@ -62,7 +62,7 @@ def test_weights_out_and_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     checkpoint("export", tmp_path / "run", tmp_path / "weights.pt")
     assert torch.equal(torch.load(tmp_path / "weights.pt", weights_only=True)["weight"], torch.full((256,), 7))
     checkpoint("import", tmp_path / "new", tmp_path / "weights.pt")
-    assert f"1 tensors written to {tmp_path / 'new' / 'step-000000000'}" in capsys.readouterr().out
+    assert f"1 tensor written to {tmp_path / 'new' / 'step-000000000'}" in capsys.readouterr().out
     found = Shelf(tmp_path / "new").newest()
     assert found is not None
     assert torch.equal(found.read("model")["weight"], torch.full((256,), 7))

@@ -102,7 +102,7 @@ def _import(folder: Path, file: Path) -> None:
 
 
 def _count(weights: Mapping[str, object]) -> str:
-    return f"{len(weights)} tensors"
+    return "1 tensor" if len(weights) == 1 else f"{len(weights)} tensors"
 
 
 _WITH_FILE: Mapping[str, Callable[[Path, Path], None]] = {"export": _export, "import": _import}
