@@ -178,6 +178,29 @@ def test_a_damaged_checkpoint_is_skipped_and_another_model_refused(tmp_path: Pat
         assert "no complete checkpoint that all ranks see" in nothing
 
 
+def keep_apart(rank: int, world_size: int, folder: Path) -> list[Any]:
+    own = folder / f"host{rank}"
+    model, optimizer, run = make_run(world_size)
+    for _ in range(3):
+        take_step(model, optimizer)
+        run.save(own)
+    run.detach()
+    facts: list[Any] = [sorted(path.name for path in (own / "step-000000003").glob("*.safetensors"))]
+    if rank == 1:
+        (own / "step-000000003" / "model.safetensors").unlink()
+    _, _, run = make_run(world_size)
+    facts.append(run.load(own).step)
+    run.detach()
+    return facts
+
+
+def test_hosts_may_have_folders_of_their_own(tmp_path: Path) -> None:
+    for rank, (files, step) in enumerate(run_ranks(2, keep_apart, tmp_path)):
+        parts = ["job", "model", "optimizer", f"rank-0000{rank}", f"shard-0000{rank}"]
+        assert files == [f"{part}.safetensors" for part in parts]
+        assert step == 2
+
+
 def fail_to_write(rank: int, world_size: int, folder: Path) -> list[Any]:
     model, optimizer, run = make_run(world_size)
     take_step(model, optimizer)

@@ -15,21 +15,23 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from poseidon.comm.group import Group
 from poseidon.errors import CheckpointError, ConfigError, PoseidonError
-from poseidon.runtime.checkpoint import Entry, Found, Shelf
+from poseidon.runtime.checkpoint import Draft, Entry, Found, Shelf
 from poseidon.runtime.host_copies import HostCopies
 from poseidon.runtime.state import capture
 from poseidon.runtime.stepping import Steps
 from poseidon.units import format_seconds
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,8 @@ class Saving:
 
     def check(self) -> None:
         """Raises CheckpointError if it has ended without a checkpoint."""
-        if self.error:
-            raise CheckpointError(self.error)
+        if self.path is None:
+            raise CheckpointError(self.error or f"the state after step {self.step} was not saved")
 
 
 @dataclass(frozen=True)
@@ -194,44 +196,61 @@ class Saver:
     def _write(self, saving: Saving, place: Place, state: Mapping[str, Any], keep: Keep, started: float) -> None:
         assert self._background is not None
         try:
-            path = self._seal(self._background, saving.step, place, state, keep)
-            saving.seconds = time.monotonic() - started
-            saving.path = path
-        except Exception as error:  # noqa: BLE001 - whatever it was, the training goes on, and it is said aloud
-            saving.error = f"the state after step {saving.step} was not saved: {_in_words(error)}"
+            saving.path = _save_together(self._background, saving.step, place, state, keep)
+        except PoseidonError as error:
+            saving.error = f"the state after step {saving.step} was not saved: {error}"
             if self._run.group.rank == 0:
                 log.warning("%s; training goes on, and the checkpoint before this one stays", saving.error)
         finally:
+            saving.seconds = time.monotonic() - started
             self._copies.give_back()
             saving.done.set()
 
-    def _seal(self, group: Group, step: int, place: Place, state: Mapping[str, Any], keep: Keep) -> Path:
-        """Writes this rank's parts; returns once the checkpoint is complete in all folders."""
-        draft = place.shelf.begin(step)
-        problem = ""
-        entries: list[Entry] = []
-        try:
-            entries = [draft.write(part, value) for part, value in state.items()]
-        except CheckpointError as error:
-            problem = str(error)
-        written = _tell(group, problem, [entry.model_dump() for entry in entries], "telling what was written")
-        found: Found | None = None
-        if not _first_problem(written) and place.leads:
-            everything = [Entry.model_validate(one) for _, parts in written for one in parts]
-            facts = {"world_size": group.world_size, **({} if keep.score is None else {"score": keep.score})}
-            try:
-                found = draft.seal(everything, facts)
-            except CheckpointError as error:
-                problem = str(error)
-        path = "" if found is None else str(found.path)
-        sealed = _tell(group, problem, [{"path": path}], "telling what was sealed")
-        if failure := _first_problem(written) or _first_problem(sealed):
-            if place.leads and found is None:
-                draft.drop()
-            raise CheckpointError(failure)
-        if place.leads:
-            _prune(place.shelf, keep)
-        return place.shelf.path / next(Path(parts[0]["path"]).name for _, parts in sealed if parts[0]["path"])
+
+def _save_together(group: Group, step: int, place: Place, state: Mapping[str, Any], keep: Keep) -> Path:
+    """Writes this rank's parts; returns where they lie once the checkpoint is complete in all folders.
+
+    Whatever goes wrong on a rank, it says so when the others ask, for they wait for it.
+
+    Raises:
+        CheckpointError: It could not be written, on some rank.
+        CommError: A rank is gone.
+    """
+    mine, problem = _try(lambda: _write_parts(place.shelf, step, state))
+    entries = _tell(group, problem, [entry.model_dump() for entry in mine or []], "telling what was written")
+    found: Found | None = None
+    if place.leads and not _first_problem(entries):
+        # Of what all ranks have alike a folder has a file of its own.
+        listed = [Entry.model_validate(one) for _, parts in entries for one in parts] + (mine or [])
+        found, problem = _try(lambda: _seal(place.shelf, step, {one.part: one for one in listed}, group, keep))
+    sealed = _tell(group, problem, [] if found is None else [{"name": found.path.name}], "telling what was sealed")
+    if failure := _first_problem(sealed):
+        if place.leads and found is None:
+            Draft(place.shelf, step).drop()
+        raise CheckpointError(failure)
+    if place.leads:
+        _prune(place.shelf, keep)
+    return place.shelf.path / str(next(facts[0]["name"] for _, facts in sealed if facts))
+
+
+def _write_parts(shelf: Shelf, step: int, state: Mapping[str, Any]) -> list[Entry]:
+    draft = shelf.begin(step)
+    return [draft.write(part, value) for part, value in state.items()]
+
+
+def _seal(shelf: Shelf, step: int, entries: Mapping[str, Entry], group: Group, keep: Keep) -> Found:
+    facts = {"world_size": group.world_size, **({} if keep.score is None else {"score": keep.score})}
+    return Draft(shelf, step).seal(list(entries.values()), facts)
+
+
+def _try(act: Callable[[], T]) -> tuple[T | None, str]:
+    """The result, or what went wrong."""
+    try:
+        return act(), ""
+    except PoseidonError as error:
+        return None, str(error)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to be told
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _tell(group: Group, problem: str, facts: list[dict[str, Any]], what: str) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -261,7 +280,3 @@ def _touch(path: Path) -> str:
     except OSError as error:
         return f"cannot save into {path.parent}: {error.strerror or error}"
     return ""
-
-
-def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, PoseidonError) else f"{type(error).__name__}: {error}"
