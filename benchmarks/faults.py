@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,8 +46,6 @@ TRANSFER_PHASES = {
 }
 """By scheme, what is under way in the phase that only it has."""
 PHASES = ("start-up", "forward", "backward", "optimizer", "evaluation", "save")
-RIDDEN_OUT = ("cut_3s", "slow_disk")
-"""What nobody has to end for."""
 STEPS, COMMIT_EVERY, FAULT_STEP, EVALUATION_STEP, SAVE_STEP = 12, 2, 5, 6, 7
 SAVE_EVERY = 4
 RANKS, VICTIM = range(4), 2
@@ -80,7 +79,7 @@ class Outcome(Value):
     noticed_s: float | None
     """From the fault to the moment when the last survivor has said what happened; None where nobody ended."""
     names_right: bool
-    """Whether everything that was said names the rank and host that met the fault, and no other."""
+    """Whether everything that was said names the rank and host that met the fault, and no other; or the full disk."""
     lost_steps: int
     """Steps that were taken again."""
     lost_beyond_commit: int
@@ -168,7 +167,7 @@ def judge(case: Case, story: Story, undisturbed: set[str]) -> Outcome:
     return Outcome(
         case=case,
         noticed_s=max(one["at"] for one in survivors) - fault["at"] if survivors else None,
-        names_right="missing" not in fault and all(names_victim(case, one) for one in survivors),
+        names_right="missing" not in fault and is_named(case, story, survivors),
         lost_steps=max(0, reached - back),
         lost_beyond_commit=max(0, last_committed(story, fault["at"]) - back),
         equal=len(undisturbed) == 1 and story.digests == undisturbed,
@@ -183,6 +182,13 @@ def last_committed(story: Story, before: float) -> int:
     """The last step that is known to have been committed everywhere: what is kept is whole when the next one begins."""
     steps = [sorted(one["step"] for one in story.of("committed", rank=rank) if one["at"] <= before) for rank in RANKS]
     return min((taken[-2] if len(taken) > 1 else 0) for taken in steps)
+
+
+def is_named(case: Case, story: Story, said: Sequence[Event]) -> bool:
+    """Whether all that was said names who met the fault; of a full disk, that it is full and which."""
+    if case.fault == "disk_full":
+        return any("the disk is full" in line and "disk:" in line for line in story.output)
+    return all(names_victim(case, one) for one in said)
 
 
 def names_victim(case: Case, said: Event) -> bool:
@@ -275,6 +281,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="everything that was measured")
     options = parser.parse_args()
     enter_user_namespace()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that disks and hosts are taken down
     chosen = [case for case in cases() if options.only in str(case)][: options.count]
     undisturbed: dict[str, set[str]] = {}
     outcomes: list[Outcome] = []

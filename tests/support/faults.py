@@ -97,8 +97,11 @@ class Injector:
             phase: Where it is.
             faults: Which of them may happen at this place.
         """
+        self._reach(phase, self.step, faults)
+
+    def _reach(self, phase: str, step: int, faults: Collection[str]) -> None:
         for index, one in self._mine.items():
-            if (one.phase, one.step) == (phase, self.step) and one.fault in faults and self._is_first(index):
+            if (one.phase, one.step) == (phase, step) and one.fault in faults and self._is_first(index):
                 self._bring_about(index, one)
 
     def reach_end_of_backward(self) -> None:
@@ -125,7 +128,7 @@ class Injector:
 
         def watched(draft: Draft, part: str, state: Any) -> Entry:
             entry = write(draft, part, state)
-            self.reach("save", (*SIGNALS, *CUTS))
+            self._reach("save", draft.step - 1, (*SIGNALS, *CUTS))  # a thread writes: the training may be further
             return entry
 
         Draft.write = watched  # type: ignore[method-assign]

@@ -178,8 +178,13 @@ class Trainee:
             self._say("committed", step)
         if self.training.save_every and step % self.training.save_every == 0:
             self._about_to_save()
-            self.run.save(self.training.disk, wait=True)
+            self.run.save(self.training.disk, wait=self._waits_for_disk)
             self._say("saved", step)
+
+    @property
+    def _waits_for_disk(self) -> bool:
+        """Not where the disk itself has the fault: training is to go on meanwhile."""
+        return not any(one.fault in DISKS for one in self.training.injections)
 
     def _about_to_save(self) -> None:
         self.injector.reach("save", (*RAISED, *DISKS))
