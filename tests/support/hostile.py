@@ -163,11 +163,14 @@ class Tally:
 
 
 def attack(port: Port, kind: str, count: int, patience_s: float = PATIENCE_S) -> Tally:
-    """Opens so many connections to a port, each with one attack, and waits until each has ended or stays open."""
+    """Opens so many connections to a port, each with one attack, and waits until each has ended or stays open.
+
+    Where some are taken in and others not, because there are too many at once, as many more are opened.
+    """
     draw = random.Random(f"{kind} {port.what}")
     tally = Tally()
-    while tally.tried < count:
-        batch = min(AT_ONCE, count - tally.tried)
+    while tally.tried < count or 0 < tally.taken < count:
+        batch = min(AT_ONCE, count - (tally.taken or tally.tried))
         tally.tried += batch
         tally.fates += _one_batch(port, ATTACKS[kind], batch, draw, patience_s)
     return tally
@@ -275,6 +278,8 @@ def _fate(connection: socket.socket) -> str:
             del data
     except BlockingIOError:
         return "left open" if _has_peer(connection) else "not taken in"
+    except TimeoutError:
+        return "not taken in"
     except OSError:
         return "dropped"
     return "dropped"
