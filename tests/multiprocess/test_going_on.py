@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from poseidon.cli.main import app
-from support.ranks import run_ranks
+from support.ranks import preload, run_ranks
 
+preload("poseidon.cli.main")
 pytestmark = pytest.mark.multiprocess
 
 NUM_TRAIN, BATCH = 40, 4  # with 2 ranks 5 steps an epoch, with 3 ranks 4
@@ -64,11 +65,19 @@ def task():
 '''
 
 
-@pytest.fixture
-def task_file(tmp_path: Path) -> str:
-    path = tmp_path / "numbered.py"
+@pytest.fixture(scope="module")
+def task_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("task") / "numbered.py"
     path.write_text(TASK)
     return f"{path}:task"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, task_file: str) -> Path:
+    """The folder of a run on two ranks that nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(2, folder, task_file, "--out", str(folder / "out"))
+    return folder / "out"
 
 
 def train_rank(rank: int, world_size: int, folder: Path, arguments: list[str], settings: dict[str, str]) -> str:
@@ -108,23 +117,24 @@ def assert_same_training(here: Path, there: Path) -> None:
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-def test_a_run_that_is_killed_or_stopped_goes_on_as_if_nothing_had_been(tmp_path: Path, task_file: str) -> None:
-    undisturbed, killed, stopped = (tmp_path / name for name in ("undisturbed", "killed", "stopped"))
-    run(2, tmp_path / "0", task_file, "--out", str(undisturbed))
-
-    command = [task_file, "--out", str(killed), "--commit-every", "1steps"]
-    run(2, tmp_path / "1", *command, die_at=7)
-    said = run(2, tmp_path / "1", *command, attempt=1)
-    assert_same_training(killed, undisturbed)
-    (resumption,) = read_facts(killed)["result"]["kept"]["resumptions"]
+def test_a_run_that_is_killed_goes_on_from_memory(tmp_path: Path, task_file: str, undisturbed: Path) -> None:
+    out, folder = tmp_path / "out", tmp_path / "0"
+    command = [task_file, "--out", str(out), "--commit-every", "1steps"]
+    run(2, folder, *command, die_at=7)
+    said = run(2, folder, *command, attempt=1)
+    assert_same_training(out, undisturbed)
+    (resumption,) = read_facts(out)["result"]["kept"]["resumptions"]
     assert resumption["place"] == "memory"
     assert resumption["step"] in (6, 7)
     assert f"going on at step {resumption['step']} from memory" in said
 
-    run(2, tmp_path / "2", task_file, "--out", str(stopped), "--steps", "3")
-    said = run(2, tmp_path / "2", "--resume", str(stopped), "--steps", "10")
-    assert f"going on at step 3 from {stopped / 'checkpoints'}" in said
-    assert_same_training(stopped, undisturbed)
+
+def test_a_run_that_was_stopped_goes_on_in_its_folder(tmp_path: Path, task_file: str, undisturbed: Path) -> None:
+    out = tmp_path / "out"
+    run(2, tmp_path / "0", task_file, "--out", str(out), "--steps", "3")
+    said = run(2, tmp_path / "0", "--resume", str(out), "--steps", "10")
+    assert f"going on at step 3 from {out / 'checkpoints'}" in said
+    assert_same_training(out, undisturbed)
 
 
 def test_with_fewer_ranks_the_global_batch_stays_and_each_sample_counts_once(tmp_path: Path, task_file: str) -> None:
