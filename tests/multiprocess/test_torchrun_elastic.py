@@ -15,7 +15,7 @@ import pytest
 pytestmark = [pytest.mark.multiprocess, pytest.mark.thorough, pytest.mark.alone, pytest.mark.timeout(240)]
 
 TRAINING = """
-    import os, signal, sys, torch, poseidon
+    import os, signal, torch, poseidon
     poseidon.init()
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(0)
@@ -28,9 +28,10 @@ TRAINING = """
         model(torch.randn(4, 8, generator=torch.Generator().manual_seed(run.step))).square().mean().backward()
         run.optimizer.step()
         run.commit()
-        if (made, rank, run.step) == (0, 1, 6):
-            for process in map(int, sys.argv[1:] and [os.getppid(), os.getpid()] or [os.getpid()]):
-                os.kill(process, signal.SIGKILL)
+        if (made, run.step) == (0, 6) and os.environ.get("DIES") in (f"rank{rank}", "agent"):
+            if os.environ["DIES"] == "agent":
+                os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
     print(f"result {sum(p.double().sum().item() for p in model.parameters()):.6f}", flush=True)
     run.detach()
 """
@@ -43,8 +44,8 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def torchrun(*arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def torchrun(*arguments: str, dies: str = "") -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIES": dies}
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -68,7 +69,7 @@ def begins(output: str) -> list[tuple[int, int]]:
 
 
 def test_a_killed_worker_costs_the_steps_that_were_not_kept(script: Path) -> None:
-    agent = torchrun("--standalone", "--nproc-per-node", "2", "--max-restarts", "2", str(script))
+    agent = torchrun("--standalone", "--nproc-per-node", "2", "--max-restarts", "2", str(script), dies="rank1")
     output = ended(agent)
     assert agent.returncode == 0, output
     first, again = begins(output)[:2], begins(output)[2:]
@@ -84,17 +85,18 @@ def test_a_killed_agent_is_done_without(script: Path) -> None:
     job = f"agents-{os.getpid()}"
     quick = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=5,join_timeout=60"
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
-    options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", job, "--rdzv-conf", quick]
-    first, second = (torchrun(*options, str(script), "with-agent") for _ in range(2))
+    options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", job, "--rdzv-conf"]
+    survivor = torchrun(*options, f"{quick},is_host=1", str(script))  # torchrun's own store is lost with its host
+    other = torchrun(*options, f"{quick},is_host=0", str(script), dies="agent")
     try:
-        outputs = [agent.communicate(timeout=200)[0] for agent in (first, second)]
+        output, _ = survivor.communicate(timeout=200)
+        other.communicate(timeout=20)
     finally:
-        for agent in (first, second):
+        for agent in (survivor, other):
             agent.kill()
         for folder in Path("/dev/shm").glob(f"poseidon-{os.getuid()}-{job}*"):
             shutil.rmtree(folder, ignore_errors=True)
-    survivor = next(agent for agent in (first, second) if agent.returncode != -signal.SIGKILL)
-    output = outputs[(first, second).index(survivor)]
+    assert other.returncode == -signal.SIGKILL
     assert survivor.returncode == 0, output
     (_, (made, ranks)) = begins(output)
     assert made >= 4
