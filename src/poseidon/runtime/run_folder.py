@@ -32,6 +32,7 @@ from poseidon.artifact import write_whole
 from poseidon.comm.group import Group
 from poseidon.errors import ConfigError
 from poseidon.plan import Plan
+from poseidon.reading import parse_json, read_text
 from poseidon.runtime.clocks import Clocks
 from poseidon.runtime.ledger import StepResult
 from poseidon.runtime.surroundings import counted
@@ -68,10 +69,9 @@ def read_facts(path: Path) -> dict[str, Any]:
         ConfigError: There is none, it cannot be read, or it is of another version.
     """
     try:
-        facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot go on with the run in {path}: its run.json cannot be read: {reason}") from error
+        facts = parse_json(read_text(path / "run.json"), "run.json", finite=False)
+    except ConfigError as error:
+        raise ConfigError(f"cannot go on with the run in {path}: its run.json cannot be read: {error}") from error
     if not isinstance(facts, dict) or facts.get("version") != VERSION or not isinstance(facts.get("options"), dict):
         raise ConfigError(f"cannot go on with the run in {path}: its run.json is not one of version {VERSION}")
     return facts
