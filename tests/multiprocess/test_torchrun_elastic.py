@@ -82,7 +82,7 @@ def test_a_killed_worker_costs_the_steps_that_were_not_kept(script: Path) -> Non
 def test_a_killed_agent_is_done_without(script: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    job = f"agents-{os.getpid()}"
+    job = f"agents{os.getpid()}"
     quick = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=5,join_timeout=60"
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", job, "--rdzv-conf"]

@@ -136,8 +136,9 @@ class Attempts:
         if ending.planned:
             leaving = ", ".join(host for host in self.hosts if host in ending.leaving)
             return f"attempt {self.number}: {leaving} leaves{at}, as asked"
+        why = _shortened(ending.last_line) if ending.code > 0 else ""  # one that was killed has not said it
         return (
-            f"attempt {self.number}: {ending.what} failed first{at}, with {ending.how}{_shortened(ending.last_line)} "
+            f"attempt {self.number}: {ending.what} failed first{at}, with {ending.how}{why} "
             f"(restart {self.used} of {self.restarts})"
         )
 
