@@ -13,7 +13,7 @@ import stat
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from poseidon.errors import ConfigError
 from poseidon.units import GIB, MIB, format_bytes
@@ -39,6 +39,13 @@ _COMMANDS = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e
 """Color, C0 and C1 controls but tab and line end, and what changes the direction of writing."""
 _LONG_KEY = re.compile(rf"""(?<![\w."'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MOST_DEPTH}}}""")
 """A dotted key of more parts than there may be tables in each other."""
+
+
+class Readable(Protocol):
+    """A stream of bytes."""
+
+    def read(self, size: int, /) -> bytes:
+        """The next bytes, at most so many; none at the end."""
 
 
 def read_bytes(path: str | Path, most_bytes: int = MOST_FILE_BYTES) -> bytes:
@@ -68,7 +75,7 @@ def read_text(path: str | Path, most_bytes: int = MOST_FILE_BYTES) -> str:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
-def read_stream(file: IO[bytes], source: str | Path, most_bytes: int) -> bytes:
+def read_stream(file: Readable, source: str | Path, most_bytes: int) -> bytes:
     """Everything that a stream gives, be it compressed or not.
 
     Raises:
