@@ -24,11 +24,11 @@ FULL = WORLD_SIZES[-1]
 """Ranks on two hosts with two each."""
 USUAL = {
     1: ("all_reduce",),
-    2: ("all_reduce", "sparse_rows", AUTO),
-    3: ("sufficient_factor", "sharded_server", "mix", "deferred"),
+    2: ("all_reduce", AUTO),
+    3: ("sharded_server", "mix", "deferred"),
     FULL: ("two_level",),
 }
-"""The schemes that are tried on so many ranks where nothing else is asked for: each on one number of them."""
+"""The schemes that are tried on so many ranks where nothing else is asked for; factors and rows are in the mix."""
 FAMILY_SECONDS = 500.0
 MOST_FAILURES = 5
 """Of one family; beyond that the rest is not run."""

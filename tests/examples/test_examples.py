@@ -68,6 +68,7 @@ def test_a_script_for_ddp_trains_alike_under_poseidon(tmp_path):
         torch.testing.assert_close(same_weights[name], weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "num_figures"), [("with_accelerate.py", 6), ("with_fabric.py", 3)])
 def test_two_ranks_train_as_one_process(name: str, num_figures: int):
     alone, together = figures(run_example(name)), figures(run_example(name, launcher=TORCHRUN))

@@ -97,6 +97,7 @@ def test_one_rank_against_a_plain_loop(tmp_path: Path, task_file: str) -> None:
 
 @pytest.mark.netns
 @pytest.mark.skipif(why_unavailable() is not None, reason="no emulated hosts here")
+@pytest.mark.thorough
 def test_on_emulated_hosts_the_wire_is_measured(tmp_path: Path, task_file: str) -> None:
     file = tmp_path / "out.json"
     options = ["--hosts", "2", "--link", "100Mbit/s", "--rounds", "1", "--steps", "1", "--json", str(file)]

@@ -119,7 +119,14 @@ def ahead(rank, world_size, kind):
     return message, time.monotonic() - start
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "sufficient_factor", "sharded_server"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "all_reduce",
+        pytest.param("sufficient_factor", marks=pytest.mark.thorough),
+        pytest.param("sharded_server", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_rank_that_is_ahead_is_told(kind):
     found = run_ranks(3, ahead, kind, init=False)
     assert "exchange 3" in found[1][0]
@@ -145,6 +152,7 @@ def slow(rank, world_size):
     join.shutdown()
 
 
+@pytest.mark.thorough
 def test_a_slow_rank_is_waited_for():
     run_ranks(2, slow, init=False)
 

@@ -462,7 +462,14 @@ def automatic(rank, world_size, at):
     return [event["kind"] for event in run.events]
 
 
-@pytest.mark.parametrize("at", [2, 6, 25], ids=["observing", "comparing", "settled"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param(2, id="observing"),
+        pytest.param(6, id="comparing", marks=pytest.mark.thorough),
+        pytest.param(25, id="settled", marks=pytest.mark.thorough),
+    ],
+)
 def test_an_automatic_plan_is_looked_for_again(at):
     first, second = run_ranks(2, automatic, at)
     assert first == second

@@ -27,6 +27,7 @@ PLANS = {
     "deferred": AllReduce(),
     "deferred_factors": SufficientFactor(),
 }
+USUAL = ("server", "mixed")
 
 
 def deferring(name):
@@ -243,7 +244,9 @@ def scale_all(rank, world_size, name):
                 raise
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.thorough) for name in PLANS]
+)
 def test_all_ranks_skip_the_steps_that_one_process_skips(name):
     run_ranks(3, scale_all, name)
 

@@ -87,7 +87,15 @@ def check_exact(results) -> list[list[int]]:
     return [[len(seen[step]) for _, _, seen, _ in results] for step in range(len(steps))]
 
 
-@pytest.mark.parametrize("scheme", [AllReduce(), SufficientFactor(), ShardedServer()], ids=lambda scheme: scheme.kind)
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(AllReduce(), marks=pytest.mark.thorough),
+        pytest.param(SufficientFactor(), marks=pytest.mark.thorough),
+        ShardedServer(),
+    ],
+    ids=lambda scheme: scheme.kind,
+)
 def test_shares_change_on_the_way_and_the_training_is_that_of_one_process(scheme: CommScheme) -> None:
     results = run_ranks(WORLD_SIZE, train, scheme)
     sizes = check_exact(results)

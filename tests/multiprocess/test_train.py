@@ -214,6 +214,7 @@ def test_the_folder_can_be_reported_on(tmp_path: Path, task_file: str) -> None:
     assert all(one.scheme == "all_reduce" and one.bytes_sent > 0 for one in figures.exchanges)
 
 
+@pytest.mark.thorough
 def test_the_baseline_can_be_left_out_and_changes_no_number(tmp_path: Path, task_file: str) -> None:
     for name, options in (("with", {}), ("without", {"baseline": False})):
         run_ranks(2, train_rank, task_file, {"steps": 5, "out": tmp_path / name, **options}, init=False)
@@ -221,6 +222,7 @@ def test_the_baseline_can_be_left_out_and_changes_no_number(tmp_path: Path, task
     assert read_losses(tmp_path / "with") == read_losses(tmp_path / "without")
 
 
+@pytest.mark.thorough
 def test_a_plan_from_a_folder_can_be_used_again(tmp_path: Path, task_file: str) -> None:
     run_ranks(2, train_rank, task_file, {"steps": 5, "out": tmp_path / "first"}, init=False)
     again = {"steps": 5, "out": tmp_path / "again", "plan": str(tmp_path / "first" / "plan.json")}
@@ -252,6 +254,7 @@ def test_one_command_starts_all_ranks(tmp_path: Path, task_file: str) -> None:
     assert done.stderr == "" or "the link was not limited" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_is_named_and_the_others_end(task_file: str) -> None:
     done = launch(task_file, BREAK_RANK="1", OMP_NUM_THREADS="1")
     assert done.returncode == 1

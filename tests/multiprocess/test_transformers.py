@@ -244,7 +244,7 @@ CHOSEN = ("gpt2", "bert", "vit", "resnet", "t5", "llama")
 """Which of them train under the plan that is chosen while training, too."""
 
 
-USUAL = ("gpt2", "resnet", "t5")
+USUAL = ("gpt2", "t5")
 """The others are like one of these."""
 
 

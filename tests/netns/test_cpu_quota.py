@@ -53,6 +53,7 @@ def groups_of(pid: int) -> list[Path]:
     return [path for path in Path("/sys/fs/cgroup").rglob(f"poseidon-{pid}-*") if path.is_dir()]
 
 
+@pytest.mark.thorough
 def test_a_host_gets_its_part_of_a_core_and_no_more() -> None:
     """Less is possible on a busy machine; the kernel pays back to within a period or two."""
     with EmulatedCluster(make_spec("host0=20%", "host1=5%")) as cluster:

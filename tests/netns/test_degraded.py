@@ -56,6 +56,7 @@ def work() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_link_that_was_cut_is_named_within_twenty_steps() -> None:
     events: list[dict[str, Any]] = []
     engine = LabEngine(ClusterSpec.uniform(num_hosts=3, bandwidth=LINK))

@@ -46,6 +46,7 @@ def test_links_carry_what_they_are_set_to(bandwidth: str) -> None:
             assert rates.deviation < TOLERANCE, str(rates)
 
 
+@pytest.mark.thorough
 def test_links_may_differ_between_hosts_and_directions() -> None:
     spec = ClusterSpec.uniform(num_hosts=3, bandwidth="400Mbit/s").with_link("host1", Link.symmetric("100Mbit/s"))
     spec = spec.with_link("host2", Link(up="20Mbit/s", down="300Mbit/s"))
@@ -111,6 +112,7 @@ def test_a_cut_link_is_silent_and_a_restored_one_goes_on(pair: EmulatedCluster) 
     assert measure(pair, "host1").deviation < TOLERANCE
 
 
+@pytest.mark.thorough
 def test_changes_are_applied_by_name(pair: EmulatedCluster) -> None:
     pair.apply(LinkChange.parse("0s:host0=20Mbit/s"))
     assert measure(pair, "host0").deviation < TOLERANCE

@@ -80,6 +80,7 @@ def test_the_first_host_to_fail_is_named() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_the_check_prints_set_against_measured(tmp_path: Path) -> None:
     (tmp_path / "lab.toml").write_text(
         'hosts = [{name = "a", link = "100Mbit/s"}, {name = "b", link = {up = "10Mbit/s", down = "50Mbit/s"}}]'
@@ -153,6 +154,7 @@ def test_two_labs_at_once_do_not_meet() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.skipif(not (shutil.which("setpriv") and shutil.which("unshare")), reason="needs setpriv and unshare")
+@pytest.mark.thorough
 def test_an_ordinary_user_gets_hosts_too() -> None:
     """By way of a user namespace, with links as good and as little left behind."""
     seconds = f"86403.{os.getpid()}"

@@ -51,6 +51,7 @@ poseidon.shutdown()
 """
 
 
+@pytest.mark.thorough
 def test_bytes_on_the_link(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -88,8 +88,15 @@ def wait_until(page: Any, expression: str) -> Any:
 
 
 @needs_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 800, 420])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        (420, "dark"),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in [(1280, "dark"), (800, "light"), (800, "dark")]),
+        pytest.param(420, "light", marks=pytest.mark.thorough),
+    ],
+)
 def test_it_opens_in_silence_and_fits(open_page: Opener, page_file: Path, width: int, scheme: str) -> None:
     page, complaints = open_page(page_file, width, scheme)
     assert complaints == []

@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, object]] = {
     "gpt-mini": {"context": 16, "width": 32, "num_layers": 2, "num_characters": 50_000},
     "recsys": {"scale": 0.001, "width": 8},
 }
+LARGE = ("vgg19-22k", "vgg19", "resnet50", "alexnet")
 PARAMETERS = {
     "fashion-mnist": 9_606_026,
     "alexnet": 61_100_840,
@@ -58,7 +59,9 @@ def test_a_model_has_its_published_number_of_parameters(name: str) -> None:
     assert count_parameters(model) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in LARGE else name for name in TASKS]
+)
 def test_training_on_one_batch_lowers_its_loss(name: str) -> None:
     task = small(name)
     model = task.make_model()

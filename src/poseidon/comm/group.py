@@ -105,12 +105,16 @@ def host_identity() -> str:
     The boot and the network namespace: a container with a network of its own counts as a host. A launcher that numbers
     hosts may say that there are more.
     """
-    number = os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", ""))
+    return f"{os.environ.get('GROUP_RANK', os.environ.get('NODE_RANK', ''))} {machine_identity()}"
+
+
+def machine_identity() -> str:
+    """The same for all processes of one machine that share a network, however hosts are numbered."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{number} {boot} {os.readlink('/proc/self/ns/net')}"
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
-        return f"{number} {socket.gethostname()}"
+        return socket.gethostname()
 
 
 @dataclass

@@ -150,7 +150,7 @@ def _leave_at_exit() -> None:
     failed = hasattr(sys, "last_value") or "abandoned" in _joined
     if "group" in _joined:
         try:
-            shutdown("its program ended by an error" if failed else "")
+            shutdown(_why_it_failed() if failed else "")
         except PoseidonError as error:
             log.warning("%s", error)
             failed = True
@@ -159,6 +159,13 @@ def _leave_at_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _why_it_failed() -> str:
+    """The exception that ended the program, for the other ranks to read."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    what = f": {type(error).__name__}: {error}" if error is not None else ""
+    return f"its program ended by an error{what}"
 
 
 def _speak_up() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
-from poseidon.comm.group import host_identity
+from poseidon.comm.group import machine_identity
 from poseidon.comm.liveness import Liveness
 from poseidon.comm.ports import listen
 from poseidon.comm.remote_store import Coordinator, Patience, RemoteStore, StoreLostError, Trouble
@@ -315,7 +315,7 @@ def _listen_at(address: str, port: int) -> socket.socket:
 
 def _secret_path(place: Place) -> Path:
     """Where rank 0 leaves the secret for the other ranks on this host: one path for each attempt."""
-    names = (host_identity(), place.address, str(place.port), place.prefix)
+    names = (machine_identity(), place.address, str(place.port), place.prefix)
     digest = hashlib.sha256("\0".join(names).encode()).hexdigest()[:32]
     return _private_folder() / digest
 
