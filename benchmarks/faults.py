@@ -161,7 +161,7 @@ def judge(case: Case, story: Story, undisturbed: set[str]) -> Outcome:
     """Measures what became of a case."""
     fault = next(iter(story.of("fault")), {"at": story.events[-1]["at"] if story.events else 0.0, "missing": True})
     said = [one for one in story.of("said") if one["at"] >= fault["at"]]
-    survivors = [one for one in said if one["rank"] != VICTIM]
+    survivors = [one for one in said if one["rank"] not in struck(case)]
     reached = max((one["step"] for one in story.of("step") if one["at"] <= fault["at"]), default=0)
     back = min((one["step"] for one in story.of("resumed") if one["attempt"] > 0), default=reached)
     return Outcome(
@@ -191,13 +191,16 @@ def is_named(case: Case, story: Story, said: Sequence[Event]) -> bool:
     return all(names_victim(case, one) for one in said)
 
 
+def struck(case: Case) -> set[int]:
+    """The rank that met the fault, and what shares its host where that was cut off."""
+    return {VICTIM, VICTIM + 1} if case.scheme == "two_level" and case.fault in CUTS else {VICTIM}
+
+
 def names_victim(case: Case, said: Event) -> bool:
     """Whether a survivor's message names who met the fault, with its host, and accuses nobody else."""
-    on_one_host = case.scheme == "two_level"
     named = {int(rank) for text in re.findall(r"ranks? (\d+(?:, \d+)*)", said["message"]) for rank in text.split(", ")}
-    lost_together = {VICTIM, VICTIM + 1} if on_one_host and case.fault in CUTS else {VICTIM}
-    host = f"host{VICTIM // 2 if on_one_host else VICTIM}"
-    return VICTIM in named and host in said["message"] and named <= lost_together | {said["rank"]}
+    host = f"host{VICTIM // 2 if case.scheme == 'two_level' else VICTIM}"
+    return VICTIM in named and host in said["message"] and named <= struck(case) | {said["rank"]}
 
 
 # Playing
