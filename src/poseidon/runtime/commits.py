@@ -18,11 +18,11 @@ import psutil
 import torch
 
 from poseidon.comm.group import Group
-from poseidon.errors import CheckpointError, CommError, PeerLostError
+from poseidon.errors import CheckpointError, CommError, PeerLostError, PoseidonError
 from poseidon.runtime import memory
 from poseidon.runtime.checkpoint import Draft, Entry, Shelf
-from poseidon.runtime.file_exchange import content_of, exchange_files
-from poseidon.runtime.holdings import Tier, receiver_of, senders_to
+from poseidon.runtime.file_exchange import content_of, exchange_files, room_for
+from poseidon.runtime.holdings import Tier, new_mark, receiver_of, senders_to
 from poseidon.runtime.host_copies import HostCopies
 from poseidon.runtime.memory import MemoryFolder
 from poseidon.runtime.packing import pack
@@ -85,14 +85,14 @@ class Commits:
             return False
         self.finish()
         state = capture(self._run, common=self.speaks_for_host, copies=self._copies)
-        told = self._tell(self._run.group, {"problem": self.problem, **({} if self._group else _sizes(state, folder))})
+        told = self._tell(self._run.group, self._before_writing(folder, state))
         if problem := _first_problem(told) or ("" if self._group else self._lack_of_room(told)):
             self._stop(problem)
             return False
         if self._group is None:
             self._group = self._run.group.background()
         self._run.recorder.restart()
-        arguments = (folder, self._group, self._run.step, state)
+        arguments = (folder, self._group, self._run.step, state, self._run.settled)
         self._writing = threading.Thread(target=self._write, args=arguments, name="commit", daemon=True)
         self._writing.start()
         return True
@@ -177,6 +177,7 @@ class Commits:
 
     def _let_go(self) -> None:
         self._stopped = True
+        self._copies = HostCopies()
         if self._note in self._run.recorder.on_step:
             self._run.recorder.on_step.remove(self._note)
         if self._folder is not None:
@@ -186,6 +187,12 @@ class Commits:
     def _note(self, step: Step) -> None:
         if self._folder is not None:
             self._folder.note(step.index + 1)
+
+    def _before_writing(self, folder: MemoryFolder, state: State) -> dict[str, Any]:
+        """What went wrong with the commit before; before the first, how large they will be."""
+        if self.problem or self._group is not None:
+            return {"problem": self.problem}
+        return _attempted(self._run.group.rank, lambda: _sizes(state, folder))
 
     def _lack_of_room(self, told: Sequence[Mapping[str, Any]]) -> str:
         """Which host has too little memory for two commits, if one has."""
@@ -202,27 +209,36 @@ class Commits:
 
     # On a thread
 
-    def _write(self, folder: MemoryFolder, group: Group, step: int, state: State) -> None:
+    def _write(self, folder: MemoryFolder, group: Group, step: int, state: State, settled: bool) -> None:
         try:
-            self.problem = self._write_on_all(folder, group, step, state)
+            self.problem = self._write_on_all(folder, group, step, state, settled=settled)
         except CommError as error:  # a rank is gone: the training learns of it by itself
             log.debug("rank %d: the commit of step %d was not ended: %s", group.rank, step, error)
 
-    def _write_on_all(self, folder: MemoryFolder, group: Group, step: int, state: State) -> str:
+    def _write_on_all(self, folder: MemoryFolder, group: Group, step: int, state: State, *, settled: bool) -> str:
         """Each act is done by all ranks before the next; one that cannot says why, and nobody goes on."""
         writing = _Writing(folder, group, step, seals=self.speaks_for_host)
-        told = self._tell(group, writing.act(lambda: writing.write(state)))
+        told = self._tell(group, _attempted(group.rank, lambda: writing.write(state)))
         if problem := _first_problem(told):
             return writing.drop(problem)
         entries = [[Entry.model_validate(entry) for entry in one["entries"]] for one in told]
-        if problem := _first_problem(self._tell(group, writing.act(lambda: writing.exchange(entries)))):
-            return writing.drop(problem)
-        if problem := _first_problem(self._tell(group, writing.act(lambda: writing.seal(entries)))):
-            return writing.drop(problem)
-        if self.speaks_for_host and not self._num_commits:
-            memory.remove_former()
+        facts = {
+            "world_size": group.world_size,
+            "attempt": memory.attempt(),
+            "settled": settled,
+            "mark": told[0]["mark"],
+        }
+        acts = (
+            lambda: writing.make_room(entries),
+            writing.exchange,
+            lambda: writing.seal(entries, facts),
+        )
+        for act in acts:
+            if problem := _first_problem(self._tell(group, _attempted(group.rank, act))):
+                return writing.drop(problem)
+        is_first = not self._num_commits
         self._num_commits += 1
-        return str(writing.act(writing.end)["problem"])
+        return str(_attempted(group.rank, lambda: writing.end(is_first=is_first))["problem"])
 
     def _tell(self, group: Group, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [json.loads(text) for text in group.all_gather_text(json.dumps(facts), "committing a step")]
@@ -245,50 +261,55 @@ class _Writing:
         self._seals = seals
         self._draft: Draft | None = None
         self._own: list[torch.Tensor] = []
-
-    def act(self, do: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Does a part of it; what is to be told to all, with the problem if there is one."""
-        try:
-            return {"problem": "", **do()}
-        except CheckpointError as error:
-            return {"problem": f"rank {self._group.rank}: {error}"}
+        self._coming: list[tuple[int, Entry, torch.Tensor]] = []
+        """From which rank, what, and memory for it."""
 
     def write(self, state: State) -> dict[str, Any]:
         """Writes what this rank has."""
         self._draft = self._folder.shelf.begin(self._step)
         entries = [self._draft.write(part, of_part) for part, of_part in state.items()]
         self._own = [content_of(self._draft.path / entry.file) for entry in _own(entries)]
-        return {"entries": [entry.model_dump() for entry in entries]}
+        return {"entries": [entry.model_dump() for entry in entries], "mark": new_mark()}
 
-    def exchange(self, entries: Sequence[Sequence[Entry]]) -> dict[str, Any]:
-        """Sends what is this rank's own to another host, and writes what comes from others.
+    def make_room(self, entries: Sequence[Sequence[Entry]]) -> dict[str, Any]:
+        """Gets memory for what comes from others, before anybody sends: who failed then would be waited for.
 
         Args:
             entries: What each rank has written.
         """
-        assert self._draft is not None
-        rank, layout = self._group.rank, self._group.layout
-        receiver, senders = receiver_of(layout, rank), senders_to(layout, rank)
-        sends = [(receiver, content) for content in self._own if receiver is not None]
+        senders = senders_to(self._group.layout, self._group.rank)
         expected = [(sender, one) for sender in senders for one in _own(entries[sender])]
-        contents = exchange_files(self._group, sends, [(sender, one.size) for sender, one in expected])
-        for (sender, entry), content in zip(expected, contents, strict=True):
-            if self._draft.copy(entry.part, [content]) != entry:
+        self._coming = [(sender, one, room_for(one.size)) for sender, one in expected]
+        return {}
+
+    def exchange(self) -> dict[str, Any]:
+        """Sends what is this rank's own to another host, and writes what comes from others."""
+        assert self._draft is not None
+        receiver = receiver_of(self._group.layout, self._group.rank)
+        sends = [(receiver, content) for content in self._own if receiver is not None]
+        exchange_files(self._group, sends, [(sender, room) for sender, _, room in self._coming])
+        for sender, entry, room in self._coming:
+            if self._draft.copy(entry.part, [room.numpy().data]) != entry:
                 raise CheckpointError(f"{entry.part} is not what rank {sender} has sent")
         return {}
 
-    def seal(self, entries: Sequence[Sequence[Entry]]) -> dict[str, Any]:
+    def seal(self, entries: Sequence[Sequence[Entry]], facts: Mapping[str, Any]) -> dict[str, Any]:
         """Completes what this host keeps, once all that is to be in it is there."""
         assert self._draft is not None
         if self._seals:
             alike = [one for one in entries[self._group.rank] if one.part in COMMON]
-            facts = {"world_size": self._group.world_size, "attempt": memory.attempt()}
             self._draft.seal([*alike, *(one for of_rank in entries for one in _own(of_rank))], facts)
         return {}
 
-    def end(self) -> dict[str, Any]:
-        """Takes away the commit before, once all hosts have sealed this one."""
+    def end(self, *, is_first: bool) -> dict[str, Any]:
+        """Takes away the commit before, once all hosts have sealed this one.
+
+        Args:
+            is_first: Whether it is the first of this run; then what the host has kept under other numbers goes, too.
+        """
         if self._seals:
+            if is_first:
+                memory.remove_former()
             self._folder.shelf.prune(keep_last=1)
             self._folder.touch()
         return {}
@@ -298,6 +319,22 @@ class _Writing:
         if self._seals and self._draft is not None:
             self._draft.drop()
         return problem
+
+
+def _attempted(rank: int, act: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Does a part of a commit; what is to be told to all, with the problem if there is one, for they wait to be told.
+
+    Raises:
+        CommError: A rank is gone.
+    """
+    try:
+        return {"problem": "", **act()}
+    except CommError:
+        raise
+    except PoseidonError as error:
+        return {"problem": f"rank {rank}: {error}"}
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to be told
+        return {"problem": f"rank {rank}: {type(error).__name__}: {error}"}
 
 
 def _own(entries: Iterable[Entry]) -> list[Entry]:

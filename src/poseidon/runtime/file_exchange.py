@@ -16,26 +16,26 @@ FILES_TAG = 3
 
 
 def exchange_files(
-    group: Group, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, int]]
-) -> list[memoryview]:
+    group: Group, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+) -> None:
     """Sends files and receives others; whoever is named in `sends` names this rank in `receives`, in the same order.
 
     Args:
         group: The ranks.
         sends: The rank that gets a file, and its content.
-        receives: The rank that a file comes from, and its size.
-
-    Returns:
-        The contents of the files that came.
+        receives: The rank that a file comes from, and room for its content.
 
     Raises:
         CommError: A rank is gone.
     """
     out = [(peer, part) for peer, content in sends for part in content.split(CHUNK)]
-    buffers = [(peer, torch.empty(size, dtype=torch.uint8)) for peer, size in receives]
-    into = [(peer, part) for peer, buffer in buffers for part in buffer.split(CHUNK)]
+    into = [(peer, part) for peer, room in receives for part in room.split(CHUNK)]
     group.exchange(out, into, tag=FILES_TAG, what="sending parts of a state").wait()
-    return [buffer.numpy().data for _, buffer in buffers]
+
+
+def room_for(size: int) -> torch.Tensor:
+    """Memory for the content of a file of so many bytes."""
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def content_of(path: Path) -> torch.Tensor:

@@ -4,6 +4,8 @@ Comes in: what each host finds, in memory and on disk. Goes out: the state that 
 which part to whom. Nothing here reads a file or sends anything.
 """
 
+import secrets
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,11 +27,13 @@ class Identity:
     where ranks are others."""
     world_size: int
     """Ranks that made it."""
+    mark: str = ""
+    """From `new_mark`, the same on all hosts; empty where a state has none."""
 
     @property
-    def order(self) -> tuple[int, bool, int, int]:
-        """Larger for those to be preferred: the newest step, memory before disk, the latest attempt."""
-        return self.step, self.tier == "memory", self.attempt, self.world_size
+    def order(self) -> tuple[int, bool, int, int, str]:
+        """Larger for those to be preferred: the newest step, memory before disk, the latest attempt, made last."""
+        return self.step, self.tier == "memory", self.attempt, self.world_size, self.mark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,11 @@ class Delivery:
     part: str
     source: int
     target: int
+
+
+def new_mark() -> str:
+    """Of one state that is kept, on one rank for all: of two states the one that was begun later has the larger."""
+    return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
 
 
 def keepers(layout: Layout, rank: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from poseidon.artifact import Value
 from poseidon.errors import CheckpointError
 from poseidon.runtime import memory
 from poseidon.runtime.checkpoint import Entry, Found, Shelf
-from poseidon.runtime.file_exchange import content_of, exchange_files
+from poseidon.runtime.file_exchange import content_of, exchange_files, room_for
 from poseidon.runtime.holdings import Choice, Delivery, Holding, Identity, Tier, deliveries, newest_complete
 from poseidon.runtime.state import COMMON, JOB, rank_part, restore, shard_part
 from poseidon.runtime.surroundings import counted
@@ -77,6 +77,7 @@ class _Held:
     holding: Holding
     entries: Mapping[str, Entry]
     kept_at: float
+    settled: bool
 
 
 class _Search:
@@ -102,6 +103,8 @@ class _Search:
                 restore(self._run, states.__getitem__)
                 return self._describe(choice.identity, held, noted)
             left = [one for one in held if not (_is_of(one, choice) and one.holding.host in states)]
+            if self._host in states:  # damaged here: it comes from others, or is not taken
+                self._here.pop(choice.identity, None)
             if len(left) == len(held):
                 raise CheckpointError(f"cannot go on from step {choice.identity.step}: it cannot be taken to all hosts")
             held = left
@@ -139,7 +142,8 @@ class _Search:
             choice: The state.
             held: What each host has of it.
         """
-        wanted = [self._needs(rank, choice) for rank in range(self._group.world_size)]
+        settled = all(one.settled for one in held.values())
+        wanted = [self._needs(rank, choice, settled=settled) for rank in range(self._group.world_size)]
         needs = [set().union(*(wanted[rank] for rank in ranks)) for ranks in self._layout.hosts]
         if damaged := self._all_damaged(choice, self._deliver(choice, deliveries(choice, needs), held)):
             return damaged
@@ -156,8 +160,9 @@ class _Search:
                 log.warning("step %d on %s of the host of rank %d is skipped: %s", step, tier, rank, what)
         return set(found)
 
-    def _needs(self, rank: int, choice: Choice) -> set[str]:
-        if choice.identity.world_size != self._group.world_size:
+    def _needs(self, rank: int, choice: Choice, *, settled: bool) -> set[str]:
+        """Shards of others, too, where they are cut anew: for other ranks, or for the plan that a run begins with."""
+        if choice.identity.world_size != self._group.world_size or not settled:
             return set(choice.hosts)
         return {part for part in (*COMMON, shard_part(rank), rank_part(rank)) if part in choice.hosts}
 
@@ -178,10 +183,13 @@ class _Search:
             if one.source == self._host and found is not None
         ]
         coming = [(one, held[one.source].entries[one.part]) for one in wanted if one.target == self._host]
-        contents = exchange_files(self._group, sends, [(speakers[one.source], entry.size) for one, entry in coming])
+        rooms = [room_for(entry.size) for _, entry in coming]
+        exchange_files(
+            self._group, sends, [(speakers[one.source], room) for (one, _), room in zip(coming, rooms, strict=True)]
+        )
         if not coming:
             return {}
-        return self._keep_received(choice.identity, coming, contents)
+        return self._keep_received(choice.identity, coming, [room.numpy().data for room in rooms])
 
     def _keep_received(
         self, identity: Identity, coming: Sequence[tuple[Delivery, Entry]], contents: Sequence[memoryview]
@@ -200,7 +208,7 @@ class _Search:
     def _read(self, choice: Choice, wanted: Collection[str]) -> tuple[dict[str, Any], dict[int, str]]:
         here = self._here.get(choice.identity)
         there = {one.step: one for one in self._received.found()} if self._received is not None else {}
-        missing = set(wanted) if here is None else set(wanted) & set(here.missing())
+        missing = {part for part in wanted if here is None or not _has_size(here.file(part), here.entry(part).size)}
         try:
             return {part: _source(part in missing, there, here, choice).read(part) for part in wanted}, {}
         except CheckpointError as error:
@@ -236,6 +244,7 @@ def _identity(found: Found, tier: Tier) -> Identity:
         tier=tier,
         attempt=attempt if isinstance(attempt, int) else 0,
         world_size=found.world_size,
+        mark=str(found.facts.get("mark", "")),
     )
 
 
@@ -243,7 +252,13 @@ def _as_json(identity: Identity, found: Found) -> dict[str, Any]:
     """What a host holds of a state; a part of another size than it should have counts as absent."""
     whole = [entry.part for entry in found.entries if _has_size(found.path / entry.file, entry.size)]
     entries = [entry.model_dump() for entry in found.entries]
-    return {"identity": asdict(identity), "parts": whole, "entries": entries, "kept_at": found.manifest.time}
+    return {
+        "identity": asdict(identity),
+        "parts": whole,
+        "entries": entries,
+        "kept_at": found.manifest.time,
+        "settled": found.facts.get("settled") is True,
+    }
 
 
 def _from_json(told: Mapping[str, Any], host: int) -> _Held:
@@ -254,7 +269,7 @@ def _from_json(told: Mapping[str, Any], host: int) -> _Held:
         parts=frozenset(told["parts"]),
         all_parts=frozenset(entries),
     )
-    return _Held(holding=holding, entries=entries, kept_at=told["kept_at"])
+    return _Held(holding=holding, entries=entries, kept_at=told["kept_at"], settled=told["settled"])
 
 
 def _has_size(path: Path, size: int) -> bool:
