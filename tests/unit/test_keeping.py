@@ -1,10 +1,14 @@
 """When a training commits and saves, and what it needs to go on."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from poseidon.errors import CheckpointError, ConfigError
 from poseidon.runtime.cursor import Cursor, Fit
-from poseidon.runtime.keeping import Every, steps_between
+from poseidon.runtime.keeping import Every, Keeper, Keeping, steps_between
 
 
 def make_cursor(num_samples: int = 100, seed: int = 3, world_size: int = 3) -> Cursor:
@@ -68,3 +72,30 @@ def test_a_cursor_is_not_taken_to_other_data(other: dict[str, int]) -> None:
 def test_the_global_batch_stays_whatever_the_ranks(world_size: int, local: int, passes: int) -> None:
     fit = Fit.of(make_cursor(world_size=3), world_size)
     assert (fit.global_batch_size, fit.local_batch_size, fit.num_passes) == (24, local, passes)
+
+
+@pytest.mark.parametrize(
+    ("commits", "folder", "ranks", "done"),
+    [
+        (True, None, (), []),
+        (False, None, (), []),
+        (False, None, (1,), ["commit"]),  # nowhere else
+        (False, Path("out"), (1,), ["save"]),
+        (True, None, (1,), ["commit"]),
+        (True, Path("out"), (1,), ["commit", "save"]),  # the commit returns where memory is short
+    ],
+)
+def test_the_state_is_kept_at_once_where_ranks_leave(
+    commits: bool, folder: Path | None, ranks: tuple[int, ...], done: list[str]
+) -> None:
+    seen: list[str] = []
+    run: Any = SimpleNamespace(
+        leaving=SimpleNamespace(ranks=ranks),
+        commit=lambda: seen.append("commit"),
+        save=lambda *_, **__: seen.append("save"),
+    )
+    ledger: Any = SimpleNamespace(clock=0.0, combine=lambda: None, note_stall=lambda _: None)
+    seldom = Every(steps=1000)
+    keeping = Keeping(commits=commits, folder=folder, commit_every=seldom, save_every=seldom)
+    Keeper(run, make_cursor(), ledger, keeping).after_step()
+    assert seen == done

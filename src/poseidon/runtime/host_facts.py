@@ -150,7 +150,7 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 def _free(folder: Path) -> int | None:
     """Free bytes in a folder, or where it would be made."""
     there = folder.absolute()
-    while not there.exists():
+    while not os.path.exists(there):  # `Path.exists` raises where a folder above is closed to this user
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK):
         return None

@@ -163,11 +163,12 @@ class Keeper:
 
     def after_step(self) -> None:
         """Commits or saves if it is time; on all ranks after the same step."""
-        has_to_save = bool(self._run.leaving.ranks) and not self._keeping.commits
-        if self._keeping.folder is not None and (has_to_save or self._is_due(self._saves, self._keeping.save_every)):
+        leaves = bool(self._run.leaving.ranks)
+        commits = self._keeping.commits or (leaves and self._keeping.folder is None)
+        if commits and self._is_time_to_commit():
+            self._commit()  # does not return where ranks leave, unless memory is short
+        if self._keeping.folder is not None and (leaves or self._is_due(self._saves, self._keeping.save_every)):
             self._save(None)
-        if self._keeping.commits and self._is_time_to_commit():
-            self._commit()
 
     def after_epoch(self, objective: Objective) -> None:
         """Saves what has just been scored, where there is a folder."""

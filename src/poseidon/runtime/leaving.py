@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from poseidon.cluster.handover import LEAVING_CODE, LEAVING_FILE, MEMORY_VARIABLE, PROGRESS_FILE
 from poseidon.comm.group import Group
+from poseidon.runtime.memory import leave_opened
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ class Leaving:
             asked: The ranks that said in it that they were asked to leave.
         """
         if self._progress is not None:
-            self._progress.write_text(f"{step}\n", encoding="ascii")
+            with suppress(OSError):  # memory is full, or somebody has cleaned it up: no reason to end a training
+                self._progress.write_text(f"{step}\n", encoding="ascii")
         if new := [rank for rank in asked if rank not in self.ranks]:
             self.ranks = tuple(sorted({*self.ranks, *new}))
             self._note(
@@ -92,6 +94,7 @@ class Leaving:
         if leaves or self._group.rank == 0:
             log.warning("%s asked to leave: step %d is kept, and all ranks end here", _listed(self.ranks), step)
         self._group.barrier()
+        leave_opened()
         _exit()
 
 

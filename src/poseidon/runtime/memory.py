@@ -132,6 +132,11 @@ def remove_opened() -> None:
         shutil.rmtree(_opened.pop(), ignore_errors=True)
 
 
+def leave_opened() -> None:
+    """The job goes on with another start: what this process has kept stays when it ends."""
+    _opened.clear()
+
+
 def commits_in(path: Path, run: int) -> Shelf:
     """The commits of one run in a folder of this or another number of the host."""
     return Shelf(path / f"commits{run}", durable=False)
