@@ -13,6 +13,9 @@ from poseidon.runtime.state import COMMON, on_all_ranks, rank_part, restore, sha
 from poseidon.runtime.stepping import Steps
 from poseidon.runtime.weights import apply_weights, load_weights
 
+Which = tuple[int, str]
+"""Of the checkpoints in a folder: its step and its mark, for each folder may have another training's step."""
+
 log = logging.getLogger(__name__)
 
 
@@ -38,8 +41,8 @@ def load(run: Steps, path: Path) -> Loaded:
     if kinds[0] == "file":
         return _load_weights(run, path)
     mine = on_all_ranks(run, lambda: _scan(path))
-    for step in _common_steps(run, mine, path):
-        found = next(each for each in mine if each.step == step and isinstance(each, Found))
+    for one in _common(run, mine, path):
+        found = next(each for each in mine if isinstance(each, Found) and _which(each) == one)
         if (loaded := _try(run, found)) is not None:
             return loaded
     raise CheckpointError(f"cannot resume from {path}: no checkpoint there is complete and undamaged")
@@ -58,25 +61,31 @@ def _scan(path: Path) -> Sequence[Found | Damaged]:
     return [open_checkpoint(path)] if (path / MANIFEST).exists() else shelf_in(path).scan()
 
 
-def _common_steps(run: Steps, mine: Sequence[Found | Damaged], path: Path) -> list[int]:
-    """The steps whose checkpoint has all that each rank needs, as far as names of files tell; the newest first.
+def _common(run: Steps, mine: Sequence[Found | Damaged], path: Path) -> list[Which]:
+    """The checkpoints that have all that each rank needs, as far as names of files tell; the newest first.
 
     Raises:
         CheckpointError: There are none.
     """
-    usable = [each.step for each in mine if isinstance(each, Found) and not _wanting(each, run)]
-    said = {str(each.step): f"{each.path.name}: {_what(each, run)}" for each in mine if each.step not in usable}
+    usable = [_which(each) for each in mine if isinstance(each, Found) and not _wanting(each, run)]
+    steps = {step for step, _ in usable}
+    said = {str(each.step): f"{each.path.name}: {_what(each, run)}" for each in mine if each.step not in steps}
     texts = run.group.all_gather_text(json.dumps([usable, said]), "looking for checkpoints")
     everyone = [json.loads(text) for text in texts]
-    steps = set.intersection(*(set(steps) for steps, _ in everyone))
-    newer = {what for _, odd in everyone for step, what in odd.items() if int(step) > max(steps, default=-1)}
+    common = set.intersection(*({(step, mark) for step, mark in usable} for usable, _ in everyone))
+    newest = max((step for step, _ in common), default=-1)
+    newer = {what for _, odd in everyone for step, what in odd.items() if int(step) > newest}
     if run.group.rank == 0:
         for what in sorted(newer):
             log.warning("a checkpoint in %s is skipped: %s", path, what)
-    if not steps:
+    if not common:
         why = f": {sorted(newer)[0]}" if newer else ""
         raise CheckpointError(f"cannot resume from {path}: there is no complete checkpoint that all ranks see{why}")
-    return sorted(steps, reverse=True)
+    return sorted(common, reverse=True)
+
+
+def _which(found: Found) -> Which:
+    return found.step, str(found.facts.get("mark", ""))
 
 
 def _wanting(found: Found, run: Steps) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from poseidon.comm.group import Group
 from poseidon.errors import CheckpointError, ConfigError, PoseidonError
 from poseidon.runtime.checkpoint import Draft, Entry, Found, Shelf
+from poseidon.runtime.holdings import new_mark
 from poseidon.runtime.host_copies import HostCopies
 from poseidon.runtime.state import capture
 from poseidon.runtime.stepping import Steps
@@ -115,9 +116,9 @@ class Saver:
         place = self._place(Path(folder).absolute())
         state = capture(self._run, common=place.leads, copies=self._copies)
         saving = self._saving = Saving(self._run.step)
-        self._thread = threading.Thread(
-            target=self._write, args=(saving, place, state, keep, started), name="poseidon-save", daemon=True
-        )
+        facts = {"world_size": self._run.group.world_size, "settled": self._run.settled, **_scored(keep)}
+        arguments = (saving, place, state, facts, keep, started)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="poseidon-save", daemon=True)
         self._thread.start()
         self._run.recorder.restart()
         saving.stall_seconds = time.monotonic() - started
@@ -193,10 +194,18 @@ class Saver:
 
     # In the background
 
-    def _write(self, saving: Saving, place: Place, state: Mapping[str, Any], keep: Keep, started: float) -> None:
+    def _write(
+        self,
+        saving: Saving,
+        place: Place,
+        state: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        keep: Keep,
+        started: float,
+    ) -> None:
         assert self._background is not None
         try:
-            saving.path = _save_together(self._background, saving.step, place, state, keep)
+            saving.path = _save_together(self._background, saving.step, place, state, facts, keep)
         except PoseidonError as error:
             saving.error = f"the state after step {saving.step} was not saved: {error}"
             if self._run.group.rank == 0:
@@ -207,7 +216,9 @@ class Saver:
             saving.done.set()
 
 
-def _save_together(group: Group, step: int, place: Place, state: Mapping[str, Any], keep: Keep) -> Path:
+def _save_together(
+    group: Group, step: int, place: Place, state: Mapping[str, Any], facts: Mapping[str, Any], keep: Keep
+) -> Path:
     """Writes this rank's parts; returns where they lie once the checkpoint is complete in all folders.
 
     Whatever goes wrong on a rank, it says so when the others ask, for they wait for it.
@@ -216,13 +227,14 @@ def _save_together(group: Group, step: int, place: Place, state: Mapping[str, An
         CheckpointError: It could not be written, on some rank.
         CommError: A rank is gone.
     """
+    facts = {**facts, "mark": group.broadcast_text(new_mark(), "naming the checkpoint")}
     mine, problem = _try(lambda: _write_parts(place.shelf, step, state))
     entries = _tell(group, problem, [entry.model_dump() for entry in mine or []], "telling what was written")
     found: Found | None = None
     if place.leads and not _first_problem(entries):
         # Of what all ranks have alike a folder has a file of its own.
         listed = [Entry.model_validate(one) for _, parts in entries for one in parts] + (mine or [])
-        found, problem = _try(lambda: _seal(place.shelf, step, {one.part: one for one in listed}, group, keep))
+        found, problem = _try(lambda: _seal(place.shelf, step, {one.part: one for one in listed}, facts))
     sealed = _tell(group, problem, [] if found is None else [{"name": found.path.name}], "telling what was sealed")
     if failure := _first_problem(sealed):
         if place.leads and found is None:
@@ -230,7 +242,7 @@ def _save_together(group: Group, step: int, place: Place, state: Mapping[str, An
         raise CheckpointError(failure)
     if place.leads:
         _prune(place.shelf, keep)
-    return place.shelf.path / str(next(facts[0]["name"] for _, facts in sealed if facts))
+    return place.shelf.path / str(next(told[0]["name"] for _, told in sealed if told))
 
 
 def _write_parts(shelf: Shelf, step: int, state: Mapping[str, Any]) -> list[Entry]:
@@ -238,9 +250,12 @@ def _write_parts(shelf: Shelf, step: int, state: Mapping[str, Any]) -> list[Entr
     return [draft.write(part, value) for part, value in state.items()]
 
 
-def _seal(shelf: Shelf, step: int, entries: Mapping[str, Entry], group: Group, keep: Keep) -> Found:
-    facts = {"world_size": group.world_size, **({} if keep.score is None else {"score": keep.score})}
+def _seal(shelf: Shelf, step: int, entries: Mapping[str, Entry], facts: Mapping[str, Any]) -> Found:
     return Draft(shelf, step).seal(list(entries.values()), facts)
+
+
+def _scored(keep: Keep) -> dict[str, float]:
+    return {} if keep.score is None else {"score": keep.score}
 
 
 def _try(act: Callable[[], T]) -> tuple[T | None, str]:
