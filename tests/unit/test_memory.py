@@ -31,10 +31,37 @@ def test_a_dead_jobs_folder_goes_and_a_living_ones_stays(monkeypatch: pytest.Mon
         age(folders[job].path, memory.STALE_SECONDS - 60 if job == "paused" else memory.STALE_SECONDS + 60)
     folders["dead"].release()
     folders["paused"].release()
+    monkeypatch.setenv("POSEIDON_JOB", "mine")
     assert memory.remove_stale() == [folders["dead"].path]
     assert folders["alive"].path.is_dir()
     assert folders["paused"].path.is_dir()
     folders["alive"].release()
+
+
+def test_a_job_does_not_remove_what_it_has_kept_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in ("0", "1"):
+        monkeypatch.setenv("GROUP_RANK", number)
+        folder = MemoryFolder(memory.folder_of_host(), 0)
+        age(folder.path, memory.STALE_SECONDS + 60)
+        folder.release()
+    assert memory.remove_stale() == []
+    monkeypatch.setenv("POSEIDON_JOB", "another")
+    assert len(memory.remove_stale()) == 2
+
+
+def test_a_job_that_makes_steps_without_committing_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = MemoryFolder(memory.folder_of_host(), 0)
+    folder.release()
+    age(folder.path, memory.STALE_SECONDS + 60)
+    folder = MemoryFolder(folder.path, 0)  # to open it is to use it
+    assert time.time() - (folder.path / memory.ALIVE).stat().st_mtime < memory.STALE_SECONDS
+    age(folder.path, memory.STALE_SECONDS + 60)
+    folder.note(1)
+    assert time.time() - (folder.path / memory.ALIVE).stat().st_mtime > memory.STALE_SECONDS  # not at every step
+    monkeypatch.setattr(memory, "TOUCH_SECONDS", 0.0)
+    folder.note(2)
+    assert time.time() - (folder.path / memory.ALIVE).stat().st_mtime < memory.STALE_SECONDS
+    folder.release()
 
 
 def test_a_folder_that_others_could_write_is_not_trusted(tmp_path: Path) -> None:

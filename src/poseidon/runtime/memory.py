@@ -16,6 +16,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +26,8 @@ from poseidon.runtime.checkpoint import Shelf
 TMPFS = Path("/dev/shm")
 STALE_SECONDS = 1800.0
 """After so long without a living rank, a folder counts as a dead job's: a job may wait for a lost host to return."""
+TOUCH_SECONDS = 60.0
+"""How often a rank that makes steps says so there."""
 ALIVE = "alive"
 """The file that the ranks of a host hold locked."""
 _NOTE = struct.Struct("=q")
@@ -79,6 +82,7 @@ class MemoryFolder:
     def __init__(self, path: Path, rank: int, run: int = 0) -> None:
         self.path = path
         self._run = run
+        self._touched = 0.0
         self.shelf = commits_in(path, run)
         self.received = Shelf(path / f"received{run}", durable=False)
         """What other hosts have sent, until it is read."""
@@ -88,6 +92,7 @@ class MemoryFolder:
             self._alive: BinaryIO | None = (path / ALIVE).open("ab")
             fcntl.flock(self._alive, fcntl.LOCK_SH)
             self._note = _open_note(path / _note_name(run, rank))
+            self.touch()
             if "POSEIDON_MEMORY" not in os.environ:
                 _opened.add(path)
         except OSError as error:
@@ -96,6 +101,8 @@ class MemoryFolder:
     def note(self, step: int) -> None:
         """Keeps the number of the last step, for a line that says what was lost."""
         _NOTE.pack_into(self._note, 0, step)
+        if time.monotonic() - self._touched >= TOUCH_SECONDS:
+            self.touch()
 
     def go_on_from(self, step: int, ranks: Collection[int]) -> None:
         """Forgets what comes after a step, which is made anew, and what ranks have noted that are not here any more.
@@ -112,7 +119,9 @@ class MemoryFolder:
 
     def touch(self) -> None:
         """The folder is in use."""
-        os.utime(self.path / ALIVE)
+        self._touched = time.monotonic()
+        with suppress(OSError):  # it is looked at by other jobs only
+            os.utime(self.path / ALIVE)
 
     def free_bytes(self) -> int:
         """That could be written here."""
@@ -149,8 +158,10 @@ def last_noted(run: int) -> int:
 
 
 def remove_stale() -> list[Path]:
-    """Removes what dead jobs of this user have left in memory on this machine."""
-    return _remove([path for path in _folders() if time.time() - _last_touched(path) > STALE_SECONDS])
+    """Removes what dead jobs of this user have left in memory on this machine, and nothing of this job."""
+    own = folders_of_job()
+    others = [path for path in _folders() if path not in own]
+    return _remove([path for path in others if time.time() - _last_touched(path) > STALE_SECONDS])
 
 
 def remove_former() -> list[Path]:
