@@ -1,7 +1,9 @@
 """Joining: threads, variables, and nothing that listens beyond the chosen interface."""
 
 import os
+import signal
 import socket
+import time
 
 import psutil
 import pytest
@@ -9,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 import poseidon
-from poseidon.errors import CommError, ConfigError
+from poseidon.comm.group import Layout
+from poseidon.comm.mesh import Mesh
+from poseidon.errors import CommError, ConfigError, PeerLostError
 from poseidon.runtime import join, rendezvous
 from support.ranks import run_ranks
 
@@ -117,3 +121,62 @@ def only_rank_1(rank, world_size, port):
 
 def test_nobody_listens():
     run_ranks(2, only_rank_1, free_port(), init=False)
+
+
+def joins_again(rank, world_size):
+    """Rank 1 is there first each time: what it finds at the store is what the meeting before has left."""
+    for attempt in range(2):
+        if rank == 0:
+            time.sleep(0.3)
+        group = join.init(max_connections=1)
+        assert group.all_gather_text(f"{rank} in {attempt}") == [f"{r} in {attempt}" for r in range(world_size)]
+        assert "abandoned" not in join._joined
+        join.shutdown()
+        join._joined["abandoned"] = True  # as a try leaves it that found a rank lost
+
+
+def test_a_process_can_join_again():
+    run_ranks(2, joins_again, init=False)
+
+
+def refused(rank, world_size):
+    def refuse(mesh, group):
+        raise CommError("not connected to each other")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mesh, "seal", refuse)
+        with pytest.raises(CommError, match="not connected to each other"):
+            join.init()
+    with pytest.raises(CommError, match="cannot join again in this process: a failed group is left in it"):
+        join.init()
+
+
+def test_a_group_whose_connections_were_refused_is_not_used():
+    run_ranks(1, refused, init=False)
+
+
+def loses_a_rank_between(rank, world_size):
+    """Rank 1 is killed before it makes the connections for which rank 0 waits."""
+    group = join.init(max_connections=1)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.layout = Layout.of_names(["one host", "another"])
+    for make in (group.background, group.join_lanes):
+        with pytest.raises(PeerLostError, match="rank 0: making further connections cannot end: rank 1 is gone"):
+            make()
+    join.shutdown("rank 1 is gone")
+
+
+def test_a_rank_lost_while_further_connections_are_made_is_named():
+    run_ranks(2, loses_a_rank_between, init=False, expect_dead=[1])
+
+
+def leaves_as_a_copy(rank, world_size):
+    group = join.init()
+    join._leave_at_exit(os.getpid() + 1)
+    assert join.group_of_process() is group
+    join.shutdown()
+
+
+def test_a_copy_of_the_process_ends_without_leaving():
+    run_ranks(1, leaves_as_a_copy, init=False)

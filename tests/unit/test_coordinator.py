@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
@@ -172,6 +173,42 @@ def test_a_wrong_secret_is_told_from_no_coordinator_and_a_silent_one(
     with pytest.raises(StoreLostError, match="nobody listens there") as caught:
         store_at(port, patience=hurry).connect()
     assert caught.value.trouble is Trouble.REFUSED
+
+
+def test_a_proof_has_its_time_whatever_trouble_came_before(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens for longer than a proof is tried again; then a flood of strangers has two proofs dropped."""
+    monkeypatch.setattr(remote_store, "UNPROVED_SECONDS", 0.3)
+    monkeypatch.setattr(remote_store, "RETRY_SECONDS", 0.01)
+    start, floods, make = time.monotonic(), iter(range(1)), remote_store._Session
+
+    def session(coordinator: Coordinator) -> remote_store._Session:
+        if time.monotonic() < start + 0.4:
+            raise remote_store._NoAnswerError(Trouble.REFUSED, "nobody listens there")
+        for _ in floods:
+            raise remote_store._NoAnswerError(Trouble.UNPROVED, "it dropped this rank")
+        return make(coordinator)
+
+    monkeypatch.setattr(remote_store, "_Session", session)
+    with closing(store_at(server.port)) as store:
+        store.connect()
+
+
+def test_a_copy_of_the_process_holds_no_connection(server: StoreServer, connect: Connect) -> None:
+    """The parent's stay open; so a rank that is killed counts as gone although its loader's workers live on."""
+    store = connect()
+    store.set("key", "value")
+    (line,) = store._all
+    assert line._session is not None
+    (accepted,) = server._connections
+    held = [server._listener.fileno(), accepted.fileno(), line._session.socket.fileno()]
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(os.path.exists(f"/proc/self/fd/{fd}") for fd in held))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.get("key") == b"value"
+    assert connect().get("key") == b"value"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Names with addresses of two families: whichever answers first is taken, and what failed is said."""
 
+import errno
+import os
 import socket
 import time
 
@@ -8,6 +10,7 @@ import pytest
 from poseidon.comm import dialing
 from poseidon.comm.dialing import dial, resolve
 from poseidon.comm.ports import listen
+from poseidon.comm.reach import route_to
 from poseidon.comm.sockets import attach_filter
 
 
@@ -57,6 +60,33 @@ def test_one_that_never_answers_does_not_delay_the_other(monkeypatch: pytest.Mon
         with dial("both", 1, seconds=30.0) as connection:
             assert connection.getpeername() == there
         assert time.monotonic() - start < 20.0
+
+
+def without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel with the family switched off."""
+    make = socket.socket
+
+    def refuse(family: int = -1, *args: int, **options: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        return make(family, *args, **options)
+
+    monkeypatch.setattr(socket, "socket", refuse)
+
+
+def test_a_family_that_the_kernel_lacks_keeps_nobody_from_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen("127.0.0.1") as listener:
+        here = listener.getsockname()
+        off = (socket.AF_INET6, ("::1", here[1], 0, 0))
+        known_as(monkeypatch, off, (socket.AF_INET, here))
+        without_ipv6(monkeypatch)
+        with dial("both", here[1], seconds=10.0) as connection:
+            assert connection.getpeername() == here
+        assert route_to("both") == "127.0.0.1"
+    known_as(monkeypatch, off)
+    for call in (lambda: dial("both", 1, seconds=10.0), lambda: route_to("both")):
+        with pytest.raises(OSError, match="Address family not supported"):
+            call()
 
 
 def test_a_refusal_says_more_than_silence(monkeypatch: pytest.MonkeyPatch) -> None:

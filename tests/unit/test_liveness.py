@@ -12,7 +12,7 @@ import pytest
 
 from poseidon.comm import liveness as liveness_module
 from poseidon.comm.liveness import LEAST_SILENCE_SECONDS, LOST_SECONDS, Beat, Liveness, _Peer
-from poseidon.comm.remote_store import Coordinator, Patience, RemoteStore
+from poseidon.comm.remote_store import Coordinator, Patience, RemoteStore, StoreLostError, Trouble
 from poseidon.comm.secret import Secret
 from poseidon.comm.store_server import StoreServer
 from poseidon.errors import PeerLostError
@@ -197,6 +197,17 @@ def test_a_rank_that_takes_the_coordinator_with_it_is_named(ranks: Callable[...,
     made.server.close()
     eventually(made.watches[2].lost)
     assert made.watches[2].lost().startswith("rank 0 is gone: its process ended, and the coordinator with it")
+
+
+def test_a_rank_whose_own_link_may_be_down_does_not_blame_the_other_alone(ranks: Callable[..., Ranks]) -> None:
+    lost = StoreLostError("no answer", Trouble.CUT_OFF)
+    verdict = ranks(2, serving_rank=0).watches[1]._without_coordinator(lost)
+    assert verdict is not None
+    assert verdict.ranks == (0,)
+    assert verdict.text.startswith(
+        "rank 0 cannot be reached, and the coordinator with it: it stands still, or its link is down, or this host's "
+        "own (no answer); last seen on host host0"
+    )
 
 
 @pytest.mark.parametrize(

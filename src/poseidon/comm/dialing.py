@@ -69,7 +69,11 @@ def dial(name: str, port: int, *, seconds: float) -> socket.socket:
     failures: list[OSError] = []
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for family, address in addresses:
-            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            try:
+                sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            except OSError as error:  # the kernel has this family switched off
+                failures.append(error)
+                continue
             sock.setblocking(False)
             code = sock.connect_ex(address)
             if code in (0, errno.EINPROGRESS):

@@ -304,9 +304,8 @@ class Group:
         made: list[dist.ProcessGroup] = []
         if self._groups:
             ranks = dist.get_process_group_ranks(self._groups[0])
-            made = [
-                group for group in (_new_group(ranks, self._mesh) for _ in range(num_connections)) if group is not None
-            ]
+            found = self._watched(lambda: [_new_group(ranks, self._mesh) for _ in range(num_connections)])
+            made = [group for group in found if group is not None]
         sibling = Group(made, liveness=self.liveness, hosts=self.layout.hosts, mesh=self._mesh)
         sibling.root, sibling._traffic = self.root, self._traffic
         self.root._siblings.append(sibling)
@@ -315,7 +314,17 @@ class Group:
     def join_lanes(self) -> None:
         """Makes the connections across hosts that `all_reduce_in_lane` uses; on all ranks together, once."""
         if not self._lanes:
-            self._lanes = [_new_group(self.layout.lane(index), self._mesh) for index in range(self.layout.num_lanes)]
+            lanes = [self.layout.lane(index) for index in range(self.layout.num_lanes)]
+            self._lanes = self._watched(lambda: [_new_group(lane, self._mesh) for lane in lanes])
+
+    def _watched(self, make: Callable[[], list[dist.ProcessGroup | None]]) -> list[dist.ProcessGroup | None]:
+        """Makes connections, which torch waits for without end; given up as soon as a rank is lost.
+
+        Raises:
+            PeerLostError: A rank was lost meanwhile.
+        """
+        liveness = self.root.liveness
+        return make() if liveness is None else liveness.watch_over(make, "making further connections")
 
     def all_reduce_in_lane(self, tensor: torch.Tensor, what: str) -> Pending:
         """Starts to sum `tensor` over the ranks of this rank's lane, in place; nothing where it is in none."""

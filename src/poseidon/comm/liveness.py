@@ -394,12 +394,15 @@ class Liveness:
                 ranks=(),
                 text=f"{error}; without it nobody knows who is left, and this rank may be the one that is cut off",
             )
-        peer = self._peers[self._serving_rank]
-        why = "its process ended" if trouble is Trouble.REFUSED else "it stands still, or its link is down"
+        what = "is gone: its process ended, and the coordinator with it"
+        if trouble is not Trouble.REFUSED:
+            what = (
+                "cannot be reached, and the coordinator with it: it stands still, or its link is down, or this host's "
+                "own"
+            )
         return Verdict(
             ranks=(self._serving_rank,),
-            text=f"rank {self._serving_rank} is gone: {why}, and the coordinator with it ({error})"
-            f"{self._last_seen(peer)}",
+            text=f"rank {self._serving_rank} {what} ({error}){self._last_seen(self._peers[self._serving_rank])}",
         )
 
 

@@ -40,14 +40,13 @@ def route_to(address: str, port: int = 1) -> str:
     """
     failure: OSError | None = None
     for family, there in resolve(address, port or 1):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(there)
-            except OSError as error:  # another family may lead there
-                failure = failure or error
-                continue
-            local: str = probe.getsockname()[0]
-            return local
+                local: str = probe.getsockname()[0]
+                return local
+        except OSError as error:  # another family may lead there
+            failure = failure or error
     assert failure is not None
     raise failure
 

@@ -29,6 +29,7 @@ from poseidon.comm.handshake import (
     HandshakeError,
 )
 from poseidon.comm.secret import Secret
+from poseidon.comm.sockets import keep_from_children
 from poseidon.comm.store_server import keep_alive
 from poseidon.comm.store_table import NAME_BYTES
 from poseidon.units import MILLISECONDS, format_seconds
@@ -134,6 +135,7 @@ class _Session:
             raise _NoAnswerError(Trouble.REFUSED, "nobody listens there") from error
         except OSError as error:
             raise _NoAnswerError(Trouble.CUT_OFF, f"cannot connect: {error.strerror or error}") from error
+        keep_from_children(self.socket)
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(self.socket)
@@ -245,22 +247,25 @@ class _Line:
         self._number += 1
         request = Message(request.op, self._number, request.amount, request.keys, request.values)
         since = time.monotonic()
+        unproved_since: float | None = None
         while not self.is_closed:
             try:
                 return self._ready().ask(request, seconds)
             except _NoAnswerError as error:
                 self._give_up_session(error.trouble)
-                waited = time.monotonic() - since
+                now = time.monotonic()
+                is_unproved = error.trouble is Trouble.UNPROVED
+                unproved_since = (unproved_since or now) if is_unproved else None
                 limit = self._coordinator.patience.seconds(error.trouble, is_first=not self._was_connected)
-                if waited >= limit:
+                if now - (unproved_since or since) >= limit:
                     raise StoreLostError(
-                        f"no answer from the coordinator at {self._coordinator} for {format_seconds(waited)}: "
+                        f"no answer from the coordinator at {self._coordinator} for {format_seconds(now - since)}: "
                         f"{error.why}",
                         error.trouble,
                     ) from None
                 if on_trouble is not None:
                     on_trouble(error.why)
-                time.sleep(1.0 if error.trouble is Trouble.UNPROVED else RETRY_SECONDS)
+                time.sleep(1.0 if is_unproved else RETRY_SECONDS)
         raise StoreLostError(f"the connection to the coordinator at {self._coordinator} was closed", Trouble.CLOSED)
 
     def close(self, *, goodbye: bool) -> None:

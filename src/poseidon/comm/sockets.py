@@ -4,6 +4,8 @@ Gloo opens its sockets itself and hands none of them out. Linux shows all descri
 instance what it waits for, with the pointer that it hands back. Each gloo device has an epoll instance of its own, in
 which its listener and its connections are: a listener leads to its instance, and that to the device's connections.
 Elsewhere than on Linux nothing is found.
+
+And sockets of our own, kept from copies of the process, so that a connection ends with the process whose it is.
 """
 
 import ctypes
@@ -18,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 from poseidon.errors import CommError
 
@@ -36,6 +39,8 @@ _EPOLL_CTL_ADD = 1
 _LOWER_HALF = 0xFFFFFFFF
 _MOST_SOURCES = 400
 """A program may have 4096 instructions; an IPv6 address takes nine."""
+
+_kept_from_children: WeakSet[socket.socket] = WeakSet()
 
 Endpoint = tuple[str, int]
 """An address and a port."""
@@ -213,3 +218,19 @@ def replace_listener(old: Watched, new: socket.socket) -> Watched:
     if libc.epoll_ctl(old.epoll, _EPOLL_CTL_ADD, old.fd, ctypes.byref(event)) != 0:
         raise CommError(f"cannot move a listener into the port range: epoll_ctl: {os.strerror(ctypes.get_errno())}")
     return Watched(old.epoll, old.fd, old.events, old.data, os.fstat(old.fd).st_ino)
+
+
+def keep_from_children(sock: socket.socket) -> None:
+    """Has a socket closed in each copy of this process that is forked, as a loader's workers are.
+
+    A copy that holds it would keep the connection open, or the port, after this process has ended.
+    """
+    _kept_from_children.add(sock)
+
+
+def _close_in_child() -> None:
+    for sock in list(_kept_from_children):
+        sock.close()  # without a shutdown, which would end the connection for the parent too
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -23,6 +23,7 @@ from pathlib import Path
 from poseidon.comm.frames import FrameError, FrameReader, FrameWriter, Message, Op
 from poseidon.comm.handshake import HANDSHAKE_SECONDS, PROOF_BYTES, HandshakeError, ServerHandshake
 from poseidon.comm.secret import Secret
+from poseidon.comm.sockets import keep_from_children
 from poseidon.comm.store_table import NAME_BYTES, NOBODY, Table, TableLog
 from poseidon.comm.strangers import StrangerLog
 from poseidon.units import MILLISECONDS
@@ -79,6 +80,7 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket, secret: Secret, log: Path | None = None) -> None:
         self._listener = listener
+        keep_from_children(listener)
         self._secret = secret
         self.address, self.port = listener.getsockname()[:2]
         self._strangers = StrangerLog(_log, f"the coordinator at {self.address}:{self.port}")
@@ -178,6 +180,7 @@ class StoreServer:
         except OSError:  # it has gone again, or no descriptor is left for now
             time.sleep(_PAUSE_SECONDS)
             return
+        keep_from_children(sock)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(sock)

@@ -200,7 +200,9 @@ class CommThread:
         except PoseidonError as error:
             self._fail(error)
             return False
-        except RuntimeError as error:
-            self._fail(CommError(f"a communication thread failed: {error}"))
+        except Exception as error:  # noqa: BLE001  # whatever it is, the training thread waits for this one
+            failure = CommError(f"a communication thread failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
             return False
         return True

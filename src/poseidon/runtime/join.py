@@ -62,15 +62,17 @@ def init(*, max_connections: int = 2) -> Group:
 
     Raises:
         ConfigError: The launcher's variables are incomplete or contradict each other.
-        CommError: The others did not come in time, or could not be reached.
+        CommError: The others did not come in time, or could not be reached; or a group that failed is left here.
     """
     if "group" in _joined:
         group: Group = _joined["group"]
         return group
+    if "abandoned" in _joined and dist.is_initialized():
+        raise CommError("cannot join again in this process: a failed group is left in it; start the process again")
     _speak_up()
     set_threads()
     keep_freed_memory()
-    atexit.register(_leave_at_exit)
+    atexit.register(_leave_at_exit, os.getpid())
     liveness: Liveness | None = None
     try:
         if not dist.is_initialized():
@@ -80,6 +82,7 @@ def init(*, max_connections: int = 2) -> Group:
         _joined["abandoned"] = isinstance(error, PeerLostError)
         shutdown(str(error))
         raise
+    _joined.pop("abandoned", None)  # of an earlier try
     return group_of_process()
 
 
@@ -140,13 +143,15 @@ def shutdown(reason: str = "") -> None:
             _joined["abandoned"] = True
 
 
-def _leave_at_exit() -> None:
-    """Ends what is left of the group when the program ends.
+def _leave_at_exit(process: int) -> None:
+    """Ends what is left of the group when the program ends; nothing in a copy of the process that has joined.
 
     One that simply ends waits for the others, as with `shutdown`. One that ends by an error waits for nobody. Gloo's
     threads may be in the middle of an exchange then, and would abort the process when Python's interpreter goes; so
     what was said is flushed and the process ends here, with the exit code of an error.
     """
+    if os.getpid() != process:
+        return
     failed = hasattr(sys, "last_value") or "abandoned" in _joined
     if "group" in _joined:
         try:
@@ -273,10 +278,10 @@ def _join_others(place: Place) -> Liveness:
             timeout=timedelta(seconds=EXCHANGE_SECONDS),
         )
         assert dist.group.WORLD is not None
+        _joined["made_group"] = True
         mesh.seal(dist.group.WORLD)
 
     liveness.watch_over(connect, "connecting to the other ranks")
-    _joined["made_group"] = True
     return liveness
 
 

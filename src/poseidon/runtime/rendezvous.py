@@ -10,6 +10,7 @@ jobs apart, and nobody out who wants to come in.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -45,6 +46,8 @@ _PAUSE_SECONDS = 0.02
 _UNREAD_SECONDS = 0.2
 _PATIENCE_WITH_A_RANK = Patience(refused=0.5, silent=7.0)
 """A coordinator that lives in a rank's process is gone where its port is: nobody starts it again."""
+_meetings = itertools.count()
+"""Numbers the meetings of this process: all ranks join equally often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +62,11 @@ class Place:
     is_one_host: bool
     """Whether all ranks are on this host, as the launcher says."""
     prefix: str
-    """Of all keys of this job's present attempt: another one finds nothing of it."""
+    """Of all keys of this meeting: another one, and another attempt at this job, find nothing of it."""
 
     @classmethod
     def find(cls, rank: int, world_size: int, port: int) -> "Place":
-        """From torch's variables; the numbers are read already."""
+        """From torch's variables, once for each meeting; the numbers are read already."""
         job = os.environ.get("TORCHELASTIC_RUN_ID", os.environ.get("POSEIDON_JOB", "0"))
         return cls(
             rank=rank,
@@ -71,7 +74,7 @@ class Place:
             address=seen_from_here(os.environ["MASTER_ADDR"]),
             port=port,
             is_one_host=world_size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
-            prefix=f"{job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/",
+            prefix=f"{job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}/",
         )
 
 
@@ -229,7 +232,7 @@ def _find(place: Place, secret: Secret | None, address: str, port: int) -> Meeti
             meeting.connect().close()
             return meeting
         except ConfigError as error:
-            if path.exists() or time.monotonic() > deadline:
+            if not isinstance(error.__cause__, FileNotFoundError) or time.monotonic() > deadline:
                 raise DistStoreError(f"rank 0 has left no secret: {error}") from error
         except StoreLostError as error:
             if error.trouble is not Trouble.UNPROVED or time.monotonic() > deadline:
@@ -260,7 +263,7 @@ def _through_torch(place: Place, secret: Secret | None, *, serves: bool = False)
         return meeting
     store.set_timeout(timedelta(seconds=JOIN_SECONDS))
     address, port, public = json.loads(store.get("coordinator"))
-    if secret is None and public:
+    if secret is None and public and not place.is_one_host:
         secret = Secret.find({SECRET_VARIABLE: public})
     if secret is None and not place.is_one_host:
         raise ConfigError(
