@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,11 @@ def train_rank(rank: int, world_size: int, folder: Path, arguments: list[str], s
     os.environ |= {"SEEN": str(seen), "POSEIDON_MEMORY": str(folder / "memory"), **settings}
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        app(["train", *arguments], standalone_mode=False)
+        try:
+            app(["train", *arguments], standalone_mode=False)
+        except SystemExit as end:
+            end.add_note(said.getvalue())
+            raise
     return said.getvalue()
 
 
@@ -135,6 +140,18 @@ def test_a_run_that_was_stopped_goes_on_in_its_folder(tmp_path: Path, task_file:
     said = run(2, tmp_path / "0", "--resume", str(out), "--steps", "10")
     assert f"going on at step 3 from {out / 'checkpoints'}" in said
     assert_same_training(out, undisturbed)
+
+
+def test_a_run_with_nothing_to_go_on_from_leaves_what_is_there(tmp_path: Path, task_file: str) -> None:
+    out = tmp_path / "out"
+    run(1, tmp_path / "0", task_file, "--out", str(out), "--steps", "1")
+    shutil.rmtree(out / "checkpoints")
+    facts = read_facts(out)
+    with pytest.raises(SystemExit) as refusal:
+        run(1, tmp_path / "0", "--resume", str(out))
+    assert "checkpoints has no complete checkpoint; train anew" in "".join(refusal.value.__notes__)
+    assert read_facts(out) == facts
+    assert len(read_losses(out)) == 1
 
 
 def test_with_fewer_ranks_the_global_batch_stays_and_each_sample_counts_once(tmp_path: Path, task_file: str) -> None:

@@ -1,5 +1,6 @@
 """What a loop names, and copies of state in memory that is used again."""
 
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from poseidon.errors import CheckpointError, ConfigError
 from poseidon.runtime.belongings import Belongings
 from poseidon.runtime.host_copies import HostCopies
+from poseidon.runtime.packing import pack
 from poseidon.runtime.portions import Portions
 
 
@@ -67,6 +69,18 @@ def test_copies_are_made_into_memory_that_was_given_back() -> None:
     assert second["a"].data_ptr() == where
     assert second["a"].tolist() == [1, 2, 3, 4]
     assert second["b"][0].stride() == state["b"][0].stride()  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("state", [Counter({30: 2}), OrderedDict(b=1, a=2), {"b": 1}])
+def test_a_copy_is_of_the_same_kind(state: dict[Any, Any]) -> None:
+    copied = HostCopies().copy([state])[0]
+    assert (type(copied), copied) == (type(state), state)
+    assert copied is not state
+
+
+def test_a_copy_does_not_hide_what_cannot_be_saved() -> None:
+    with pytest.raises(CheckpointError, match="seen is a defaultdict"):
+        pack(HostCopies().copy({"seen": defaultdict(int, a=1)}))
 
 
 def test_tied_tensors_are_copied_once() -> None:

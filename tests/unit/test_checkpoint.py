@@ -522,6 +522,18 @@ def test_the_only_sound_one_stays(shelf: Shelf) -> None:
     assert [found.step for found in shelf.prune(1)] == [3, 2, 1]
 
 
+def test_what_is_set_aside_is_not_found_and_not_lost(shelf: Shelf) -> None:
+    for step in (5, 7, 6):
+        save(shelf, step)
+    assert shelf.set_aside_after(6) == [shelf.path / "step-000000007.aside"]
+    assert steps(shelf) == [6, 5]
+    save(shelf, 7, score=1)
+    save(shelf, 5)
+    assert [path.name for path in shelf.set_aside_after(5)] == ["step-000000006.aside", "step-000000007.aside"]
+    assert open_checkpoint(shelf.path / "step-000000007.aside").score == 1
+    assert names(shelf.path) == {"step-000000005-1", "step-000000006.aside", "step-000000007.aside"}
+
+
 # Two runs
 
 HOLD = """

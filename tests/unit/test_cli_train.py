@@ -1,6 +1,7 @@
 """`poseidon train` and `poseidon bench`: what is refused before anything starts, and how progress is shown."""
 
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from poseidon.cli import hosts, progress
 from poseidon.cli.main import app
 from poseidon.cluster.spec import parse_links
+from poseidon.comm.group import Group
 from poseidon.errors import ConfigError
 from poseidon.runtime.ledger import StepResult
 from poseidon.runtime.run_folder import check_unused
@@ -164,3 +166,41 @@ def test_tensorboard_that_is_not_installed_names_the_extra(monkeypatch: pytest.M
 )
 def test_hosts_cores_and_link_in_a_sentence(facts: dict[str, Any], sentence: str) -> None:
     assert Surroundings(cores=2, threads=1, device="cpu", **facts).sentence() == sentence
+
+
+TASK = """
+import torch
+from torch import nn
+
+from poseidon.tasks import CLASSIFICATION, Task, TaskData
+
+
+def make():
+    return [(torch.ones(2), torch.tensor(index % 2)) for index in range(8)]
+
+
+def task():
+    return Task(
+        name="eight",
+        note="synthetic: eight samples",
+        make_model=lambda: nn.Linear(2, 2),
+        make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        objective=CLASSIFICATION,
+        data=TaskData(make_train=make, make_test=make),
+        batch_size=2,
+        epochs=2,
+    )
+"""
+
+
+def test_a_run_that_has_made_more_steps_than_are_asked_for_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("POSEIDON_MEMORY", str(tmp_path / "memory"))
+    monkeypatch.setattr("poseidon.cli.train.joined", lambda: nullcontext(Group([])))
+    (tmp_path / "eight.py").write_text(TASK)
+    out = tmp_path / "out"
+    assert refused("train", f"{tmp_path / 'eight.py'}:task", "--out", str(out), "--steps", "6") == (0, "")
+    assert refused("train", "--resume", str(out), "--steps", "5") == (0, "")
+    assert "nothing is left to train: 6 steps lie behind, and 5 were asked for" in caplog.text
+    assert len((out / "steps.jsonl").read_text().splitlines()) == 6

@@ -10,7 +10,7 @@ from poseidon.errors import ConfigError
 from poseidon.runtime import run_folder
 from poseidon.runtime.clocks import ClockOffset, Clocks
 from poseidon.runtime.ledger import StepResult
-from poseidon.runtime.run_folder import RunFolder, is_unbegun
+from poseidon.runtime.run_folder import RunFolder, is_unbegun, read_facts
 from poseidon.timeline import Activity, Interval, Step, Timeline
 
 STEP = Step(
@@ -27,6 +27,17 @@ def test_timelines_are_merged_on_rank_0s_clock(tmp_path: Path, offset: float, mo
     (step,) = Timeline.load(tmp_path / "run" / "timeline.jsonl").steps
     assert step == STEP.shifted(moved)
     assert step.intervals[0].start == 100.25 + moved
+
+
+def test_what_an_earlier_run_says_stays_until_this_one_goes_on(tmp_path: Path) -> None:
+    earlier = {"options": {"command": {}}, "baseline": 3, "result": "good"}
+    with RunFolder(tmp_path, Group([])) as folder:
+        assert folder.begin(earlier) == {}
+    with RunFolder(tmp_path, Group([]), check=lambda path: None) as folder:
+        begun = folder.begin({"options": {"command": {}}, "baseline": None})
+        assert begun == read_facts(tmp_path) == {"version": 1, **earlier}
+        folder.write_facts({"options": {}, "baseline": 3})
+        assert "result" not in read_facts(tmp_path)
 
 
 def test_what_was_not_predicted_is_not_written(tmp_path: Path) -> None:

@@ -116,14 +116,22 @@ class Progress(Watcher):
 
 
 class StepsFile(Watcher):
-    """Writes every step into the run's folder, on rank 0; on every rank cuts off what is made anew."""
+    """Writes every step into the run's folder, on rank 0; on every rank cuts off what is made anew.
 
-    def __init__(self, folder: RunFolder) -> None:
+    Args:
+        folder: Of the run.
+        facts: What its `run.json` says from when training begins, or goes on: no sooner, for it may have nothing to go
+            on from, and then what an earlier run left is to stay.
+    """
+
+    def __init__(self, folder: RunFolder, facts: Mapping[str, Any]) -> None:
         self._folder = folder
+        self._facts = facts
 
     def on_start(self, num_steps: int, num_made: int = 0) -> None:
         """See `Watcher`."""
         self._folder.go_on_from(num_made)
+        self._folder.write_facts(self._facts)
 
     def on_results(self, results: Sequence[StepResult]) -> None:
         """See `Watcher`."""

@@ -206,11 +206,11 @@ def work(
         seed_rank(schedule.seed, group=group)  # dropout draws other masks on each rank
         if folder is not None:
             run.recorder.on_step.append(folder.note_step)
-        if folder is not None and group.rank == 0:
-            folder.write_facts(facts)
-        watcher = _watcher(task, console, folder, group, stack, tensorboard=command.tensorboard)
+        watchers: list[Watcher] = [] if folder is None else [StepsFile(folder, facts)]
+        if group.rank == 0:
+            watchers += _onlookers(task, console, folder, stack, tensorboard=command.tensorboard)
         clocks_at_start = measure_offsets(group)
-        outcome = train_task(task, run, schedule, watcher, keeping)
+        outcome = train_task(task, run, schedule, Watchers(watchers), keeping)
         clocks = Clocks(start=clocks_at_start, end=measure_offsets(group))
         summary = summarize(clocks.align_all(gather_timelines(run)))
         exchanges, explanation = run.layers_by_exchange, run.explain() if command.explain else ""
@@ -235,16 +235,14 @@ def _measure_alone(
     return alone
 
 
-def _watcher(
-    task: Task, console: Console, folder: RunFolder | None, group: Group, stack: ExitStack, *, tensorboard: bool
-) -> Watcher:
-    """Rank 0 shows how it goes and writes it down; the others only cut off what they are to make anew."""
-    watchers: list[Watcher] = [] if folder is None else [StepsFile(folder)]
-    if group.rank == 0:
-        watchers.append(stack.enter_context(Progress(task.metric, console)))
-        if folder is not None and tensorboard:
-            watchers.append(stack.enter_context(Tensorboard(folder.path / "tensorboard")))
-    return Watchers(watchers)
+def _onlookers(
+    task: Task, console: Console, folder: RunFolder | None, stack: ExitStack, *, tensorboard: bool
+) -> list[Watcher]:
+    """What shows on rank 0 how it goes."""
+    onlookers: list[Watcher] = [stack.enter_context(Progress(task.metric, console))]
+    if folder is not None and tensorboard:
+        onlookers.append(stack.enter_context(Tensorboard(folder.path / "tensorboard")))
+    return onlookers
 
 
 def gather_timelines(run: Run) -> list[Timeline]:

@@ -8,6 +8,7 @@ A `Shelf` is a folder of checkpoints. Each is a folder of its own:
 | `step-000000700/manifest.json` | step, time, facts, and of each part its file, size and checksum |
 | `step-000000700.partial/` | one that is being written; becomes the above by a single rename when all is there |
 | `step-000000700.trash/` | one that is being removed |
+| `step-000000700.aside/` | one that training has gone back behind; no reader looks at it |
 | `lock` | held by the run that writes here |
 
 The manifest is written last, files and folders are flushed to the disk before the rename and after it, so that whenever
@@ -287,6 +288,21 @@ class Shelf:
             self._remove(each.path)
         return removed
 
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Sets aside what is of later steps: training has gone back behind them, and nobody is to go on from there.
+
+        Args:
+            step: Of the checkpoint that was made last.
+
+        Returns:
+            Where they lie now. They stay until somebody removes them, or others of their steps are set aside.
+
+        Raises:
+            CheckpointError: One cannot be renamed.
+        """
+        later = [path for path in self._folders(_STEP_FOLDER) if _numbers(path)[0] > step]
+        return [self._set_aside(path) for path in later]
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Holds the folder: no other run may write into it meanwhile. It ends with the process, however that ends.
@@ -333,6 +349,12 @@ class Shelf:
             return []
         except OSError as error:
             raise CheckpointError(f"cannot look for checkpoints in {self.path}: {_reason(error)}") from error
+
+    def _set_aside(self, path: Path) -> Path:
+        aside = path.with_name(f"{path.name}.aside")
+        with _explained(f"set the checkpoint {path} aside"):
+            shutil.rmtree(aside, ignore_errors=True)
+            return path.rename(aside)
 
     def _remove(self, path: Path) -> None:
         """At once for every reader: a name that no reader looks at comes first."""

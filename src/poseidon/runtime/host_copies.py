@@ -3,7 +3,7 @@
 Fresh memory has to be mapped page by page, which costs more than the copy itself.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
@@ -50,15 +50,16 @@ class _Copying:
             return self._tensor(value.detach())
         if isinstance(value, np.ndarray):
             return value.copy()
-        if isinstance(value, dict):
+        if type(value) in (dict, OrderedDict, Counter):
             return self._dict(value)
         if type(value) in (list, tuple):
             return type(value)(map(self.copy, value))
-        return value
+        return value  # a subclass too: whoever saves it refuses it by its place
 
     def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        items = ((key, self.copy(item)) for key, item in value.items())
-        copied: dict[Any, Any] = OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
+        copied: dict[Any, Any] = type(value)()
+        for key, item in value.items():
+            copied[key] = self.copy(item)
         if hasattr(value, "_metadata"):
             copied._metadata = self.copy(value._metadata)  # type: ignore[attr-defined]
         return copied

@@ -39,8 +39,6 @@ from poseidon.runtime.surroundings import counted
 from poseidon.timeline import Step, Timeline, merge, to_line
 
 VERSION = 1
-KEPT_FACTS = ("baseline",)
-"""Of a run that goes on."""
 LOCK_SECONDS = 10.0
 """How long a run that goes on waits for the one before to let go of its folder."""
 
@@ -123,16 +121,17 @@ class RunFolder:
         return ""
 
     def begin(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes `run.json`, on rank 0, so that it can be told whose folder this is.
+        """Writes `run.json`, on rank 0, so that it can be told whose folder this is; one that is there stays as it is.
 
         Returns:
             What it said before, of a run that goes on; nothing on other ranks.
         """
         if self._group.rank != 0:
             return {}
-        earlier = read_facts(self.path) if (self.path / "run.json").exists() else {}
-        self.write_facts({**facts, **{name: earlier[name] for name in KEPT_FACTS if name in earlier}})
-        return earlier
+        if (self.path / "run.json").exists():
+            return read_facts(self.path)
+        self.write_facts(facts)
+        return {}
 
     def go_on_from(self, step: int) -> None:
         """Cuts off what was written of steps from this one on; on all ranks together, before the first is noted.
@@ -160,8 +159,9 @@ class RunFolder:
             self._steps.writelines(result.to_line() for result in results)
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Writes `run.json` anew."""
-        write_whole(self.path / "run.json", json.dumps({"version": VERSION, **facts}, indent=2) + "\n")
+        """Writes `run.json` anew, on rank 0."""
+        if self._group.rank == 0:
+            write_whole(self.path / "run.json", json.dumps({"version": VERSION, **facts}, indent=2) + "\n")
 
     def write_model(self, model: nn.Module, plan: Plan) -> None:
         """Writes the model and the plan; weights that are tied are written once."""

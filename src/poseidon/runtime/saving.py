@@ -22,13 +22,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from poseidon.comm.group import Group
-from poseidon.errors import CheckpointError, ConfigError, PoseidonError
+from poseidon.errors import CheckpointError, ConfigError, PeerLostError, PoseidonError
 from poseidon.runtime.checkpoint import Draft, Entry, Found, Shelf
 from poseidon.runtime.holdings import new_mark
 from poseidon.runtime.host_copies import HostCopies
 from poseidon.runtime.state import capture
 from poseidon.runtime.stepping import Steps
 from poseidon.units import format_seconds
+
+LOOK_SECONDS = 0.2
+"""How often it is looked whether all ranks are there, while a checkpoint is waited for."""
 
 log = logging.getLogger(__name__)
 
@@ -125,10 +128,17 @@ class Saver:
         return saving
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is complete, or has failed; says so among the events, on all ranks alike."""
+        """Waits until the last checkpoint is complete, or has failed; says so among the events, on all ranks alike.
+
+        Raises:
+            PeerLostError: A rank is gone, and the checkpoint cannot be completed.
+        """
         if self._thread is None or self._saving is None:
             return
-        self._thread.join()
+        if lost := self._wait_for(self._thread):
+            raise PeerLostError(
+                f"rank {self._run.group.rank}: saving the state after step {self._saving.step} failed: {lost}"
+            )
         self._thread = None
         saving, self._saving = self._saving, None
         if saving.path is not None:
@@ -151,9 +161,17 @@ class Saver:
 
     def _at_exit(self) -> None:
         """The program ends, and has not detached the run."""
+        if self._thread is not None:
+            self._wait_for(self._thread)
+
+    def _wait_for(self, thread: threading.Thread) -> str:
+        """Waits until it has ended; or says who is lost, for it waits for them too."""
         liveness = self._run.group.liveness
-        while self._thread is not None and self._thread.is_alive() and (liveness is None or not liveness.lost()):
-            self._thread.join(0.2)
+        while thread.is_alive():
+            thread.join(LOOK_SECONDS)
+            if thread.is_alive() and liveness is not None and (lost := liveness.lost()):
+                return lost
+        return ""
 
     # Folders
 
@@ -241,7 +259,7 @@ def _save_together(
             Draft(place.shelf, step).drop()
         raise CheckpointError(failure)
     if place.leads:
-        _prune(place.shelf, keep)
+        _prune(place.shelf, step, keep)
     return place.shelf.path / str(next(told[0]["name"] for _, told in sealed if told))
 
 
@@ -278,8 +296,13 @@ def _first_problem(everyone: list[tuple[str, list[dict[str, Any]]]]) -> str:
     return next((f"{problem} (on rank {rank})" for rank, (problem, _) in enumerate(everyone) if problem), "")
 
 
-def _prune(shelf: Shelf, keep: Keep) -> None:
+def _prune(shelf: Shelf, step: int, keep: Keep) -> None:
     try:
+        if aside := shelf.set_aside_after(step):
+            names = ", ".join(path.name for path in aside)
+            log.warning(
+                "%s: training went back to step %d; what it had saved later is set aside: %s", shelf.path, step, names
+            )
         shelf.prune(keep.last, keep.best, better="higher")
     except CheckpointError as error:
         log.warning("older checkpoints stay: %s", error)

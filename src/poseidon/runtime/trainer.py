@@ -1,6 +1,7 @@
 """The step loop for a Task: the same on one rank and on many."""
 
 import json
+import logging
 from contextlib import nullcontext
 from itertools import islice
 
@@ -18,6 +19,8 @@ from poseidon.runtime.ledger import Ledger, Watcher
 from poseidon.runtime.loading import timed
 from poseidon.tasks.task import Batch, Samples, Task
 from poseidon.timeline import Activity
+
+log = logging.getLogger(__name__)
 
 
 class Schedule(Value):
@@ -95,7 +98,10 @@ def train(
     )
     num_passes = Fit.of(cursor, run.group.world_size).num_passes
     portions = run.dealing.join()
-    num_steps = min(schedule.epochs * shares.num_steps, schedule.max_steps or schedule.epochs * shares.num_steps)
+    wanted = min(schedule.epochs * shares.num_steps, schedule.max_steps or schedule.epochs * shares.num_steps)
+    num_steps = max(wanted, cursor.num_steps)
+    if cursor.num_steps >= wanted and run.group.rank == 0:
+        log.warning("nothing is left to train: %d steps lie behind, and %d were asked for", cursor.num_steps, wanted)
     ledger = Ledger(run, cursor, num_steps // 10, watcher)
     keeper = Keeper(run, cursor, ledger, keeping)
     watcher.on_start(num_steps, cursor.num_steps)
