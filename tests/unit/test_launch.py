@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 
@@ -139,6 +140,15 @@ def test_output_that_nobody_takes_ends_every_rank() -> None:
     with pytest.raises(BrokenPipeError):
         LoopbackEngine(2).run(["sh", "-c", f"echo 1; exec sleep {NAP}"], on_line=refuse)
     assert running("sleep", NAP) == []
+
+
+def test_what_is_due_happens_while_something_is_looked_at() -> None:
+    happened = threading.Event()
+    supervision = ranks.Supervision(lambda *_: None, grace_s=1.0, actions=[(0.1, happened.set)])
+    try:
+        assert supervision.meanwhile(lambda: happened.wait(5)), "only what is due lets it be seen"
+    finally:
+        supervision.stop()
 
 
 def test_waiting_without_a_start_is_refused() -> None:

@@ -17,6 +17,7 @@ from poseidon.errors import LaunchError
 from poseidon.launch import job as jobs
 from poseidon.launch.job import Job, running_jobs
 from poseidon.runtime import leaving
+from poseidon.runtime import memory as kept
 from poseidon.runtime.leaving import Leaving
 
 
@@ -79,6 +80,30 @@ def test_nobody_ends_where_one_rank_could_not_keep_the_state(memory: Path) -> No
     assert not list(memory.glob("leaving*"))
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_is_kept_where_nobody_else_keeps_it_outlives_ranks_that_leave(
+    leaves: bool, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("POSEIDON_MEMORY")
+    monkeypatch.setattr(kept, "TMPFS", memory)
+    folder = kept.MemoryFolder(kept.folder_of_host(), 0)
+    one, _ = leaving_on(0)
+    if leaves:
+        with pytest.raises(SystemExit):
+            one.end(4, "")
+    kept.remove_opened()  # as at the end of every program
+    folder.release()
+    assert folder.path.is_dir() == leaves
+
+
+def test_progress_that_cannot_be_told_ends_no_training(memory: Path) -> None:
+    one, _ = leaving_on(0)
+    memory.rename(memory.with_name("away"))
+    one.after_exchange(1, [1])
+    assert one.ranks == (1,)
+    memory.with_name("away").rename(memory)
+
+
 def test_the_signal_asks_unless_the_program_has_other_plans_for_it() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     leaving_on(0)
@@ -130,6 +155,16 @@ def test_drain_asks_only_a_process_that_listens(job: Job, capsys: pytest.Capture
         drain(rank=1)
         assert process.wait(20) == 5
     assert "rank 1 (host1, process" in capsys.readouterr().out
+
+
+def test_what_a_launcher_has_left_is_no_running_job_and_the_next_removes_it(job: Job) -> None:
+    dead = Job()
+    for one in (job, dead):
+        one.write_ranks([("host0", 1)])
+    dead._lock.close()  # as the kernel does
+    assert [found["job"] for found in running_jobs()] == [job.id]
+    Job().close()
+    assert (job.folder.is_dir(), dead.folder.exists()) == (True, False)
 
 
 def test_drain_wants_to_know_which_job_where_there_are_several(job: Job) -> None:

@@ -1,23 +1,27 @@
 """What one job has for itself while it runs: an id, a secret, and folders in memory that no other user can read.
 
 The folder is `/dev/shm/poseidon-UID-JOB`. In it, each host has a folder for what its ranks keep in memory, and
-`job.json` says which process is which rank, for `poseidon drain`.
+`job.json` says which process is which rank, for `poseidon drain`. The launcher holds a lock in it while it lives. What
+one has left that was killed together with all that cleans up after it, the next of the same user removes.
 """
 
+import fcntl
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from poseidon.artifact import write_whole
 from poseidon.cluster.handover import LEAVING_FILE, MEMORY_VARIABLE, PROGRESS_FILE
 from poseidon.errors import LaunchError
 
 _JOB_FILE = "job.json"
+_LOCK_FILE = "launcher"
 _TMPFS = Path("/dev/shm")
 
 
@@ -28,9 +32,13 @@ class Job:
         self.id = secrets.token_hex(6)
         self.secret = secrets.token_hex(32)
         """In hexadecimal digits; made for this job and known to nobody else."""
+        for folder in _folders():
+            if not _has_launcher(folder):
+                shutil.rmtree(folder, ignore_errors=True)
         self.folder = _TMPFS / f"poseidon-{os.getuid()}-{self.id}"
         try:
             self.folder.mkdir(mode=0o700)
+            self._lock = _locked(self.folder / _LOCK_FILE)
         except OSError as error:
             raise LaunchError(f"cannot make a folder for the job in memory, {self.folder}: {error.strerror}") from error
 
@@ -84,13 +92,42 @@ class Job:
     def close(self) -> None:
         """Removes the folder with everything in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
 
 
 def running_jobs() -> list[dict[str, Any]]:
-    """What `job.json` says, of each job of this user on this machine."""
+    """What `job.json` says, of each job of this user on this machine whose launcher lives."""
     found = []
-    for path in sorted(_TMPFS.glob(f"poseidon-*/{_JOB_FILE}")):
+    for folder in sorted(_folders()):
         with suppress(OSError, ValueError):
-            if path.stat().st_uid == os.getuid():
-                found.append(json.loads(path.read_text("utf-8")))
+            if _has_launcher(folder):
+                found.append(json.loads((folder / _JOB_FILE).read_text("utf-8")))
     return found
+
+
+def _folders() -> Iterator[Path]:
+    """Those of this user's launchers, dead ones included."""
+    for path in _TMPFS.glob(f"poseidon-*/{_LOCK_FILE}"):  # in a user namespace, a user has two numbers
+        with suppress(OSError):
+            found = path.parent.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                yield path.parent
+
+
+def _locked(path: Path) -> BinaryIO:
+    """A new file that this process holds locked from the moment on when others see it."""
+    hidden = path.with_name(f".{path.name}")
+    file = hidden.open("xb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    hidden.rename(path)
+    return file
+
+
+def _has_launcher(folder: Path) -> bool:
+    """Whether the launcher lives that has made a folder; where that cannot be seen, it does."""
+    try:
+        with (folder / _LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False

@@ -102,7 +102,7 @@ class LocalEngine(Engine):
             ending = self._ending(failed)
             try:
                 self._attempts.take_in(ending)
-                line = self._attempts.next(ending, self._reachable())
+                line = self._attempts.next(ending, self._supervision.meanwhile(self._reachable))
             except LaunchError as error:
                 reason = f"\n{error}" if self._attempts.restarts else ""
                 raise LaunchError(failed.failure() + reason) from None

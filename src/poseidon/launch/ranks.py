@@ -7,9 +7,10 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from poseidon.cluster.children import Child, Keeper, signal_group
 from poseidon.errors import LaunchError
@@ -31,6 +32,7 @@ _ASK_S = 1.0
 _MOST_AGAIN = 20
 """What serves the ranks is started so often: one that ends at once would keep doing so."""
 _READ_BYTES = 65536
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +136,18 @@ class Supervision:
         if failed is not None and failed.serves:
             raise LaunchError(failed.failure())
         return failed
+
+    def meanwhile(self, look: Callable[[], T]) -> T:
+        """Hands on output and does what is due, while something is looked at that takes its time; returns what is seen.
+
+        Args:
+            look: Runs in a thread of its own.
+        """
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            seen = thread.submit(look)
+            while wait([seen], _TICK_S).not_done:
+                self._step()
+            return seen.result()
 
     def stop(self) -> None:
         """Ends what still runs: SIGTERM first, SIGKILL five seconds later."""
