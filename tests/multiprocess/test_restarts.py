@@ -141,6 +141,10 @@ def test_each_attempt_finds_an_empty_store_of_torchs() -> None:
     [
         (["python", "train.py", "-m"], ("script", ["train.py", "-m"])),
         (["python", "-u", "-m", "poseidon", "train"], ("module", ["poseidon", "train"])),
+        (["python", "POSEIDON", "train"], ("script", ["POSEIDON", "train"])),
+        (["python", "folder/", "train"], None),
+        (["python", "app.zip"], None),
+        (["python", "train.pyc"], None),
         (["python", "-c", "pass"], None),
         (["python", "-W", "error", "train.py"], None),
         (["python"], None),
@@ -152,18 +156,24 @@ def test_programs_of_this_python_are_told_from_other_commands(
     command: list[str], program: tuple[str, list[str]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert python_program(command) == program
+    here = {"POSEIDON": str(Path(sys.executable).with_name("poseidon"))}
+    expected = program and (program[0], [here.get(word, word) for word in program[1]])
+    assert python_program([here.get(word, word) for word in command]) == expected
 
 
 PROGRAM = """
-    import os, signal, sys, __main__
+    import ctypes, os, signal, sys, __main__
     print(sys.argv, sys.path[0], __name__, __main__.__file__, os.environ["COLOR"], os.getpid() == os.getsid(0))
+    sys.stdout.flush()
     end = sys.argv[1]
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif end == "raise":
         raise ValueError("bad")
-    sys.exit(7 if end == "code" else end)
+    elif end == "C":
+        ctypes.CDLL(None).puts(b"written by C")
+    else:
+        sys.exit(7 if end == "code" else end)
 """
 
 
@@ -171,9 +181,10 @@ def test_a_forked_program_runs_and_ends_as_one_that_python_has_started(tmp_path:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))
     environment = {**os.environ, "COLOR": "blue", "PYTHONUNBUFFERED": "1"}
-    server = ForkServer(lambda command, fd: spawn(command, pass_fds=[fd]))
+    buffered = {**environment, "PYTHONUNBUFFERED": ""}  # else C's own output would not be buffered either
+    server = ForkServer(lambda command, fd: spawn(command, env=buffered, pass_fds=[fd]))
     try:
-        for end, code in (("code", 7), ("kill", -signal.SIGKILL), ("raise", 1), ("words", 1)):
+        for end, code in (("code", 7), ("kill", -signal.SIGKILL), ("raise", 1), ("words", 1), ("C", 0)):
             process = server.start([sys.executable, str(script), end], environment)
             assert process.stdout is not None
             with process.stdout as output:
@@ -181,7 +192,8 @@ def test_a_forked_program_runs_and_ends_as_one_that_python_has_started(tmp_path:
             assert process.wait(20) == code
             first, *rest = said.splitlines()
             assert first == f"{[str(script), end]} {tmp_path} __main__ {script} blue True"
-            assert rest[-1:] == {"raise": ["ValueError: bad"], "words": ["words"]}.get(end, [])
+            last = {"raise": ["ValueError: bad"], "words": ["words"], "C": ["written by C"]}
+            assert rest[-1:] == last.get(end, [])
     finally:
         server.close()
     with pytest.raises(LaunchError, match="cannot start a rank"):

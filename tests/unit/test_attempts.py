@@ -87,6 +87,14 @@ def test_who_leaves_as_asked_costs_no_restart_and_does_not_come_back() -> None:
     assert attempts.present == ("host3",)
 
 
+def test_who_left_as_asked_does_not_come_back_where_another_fails_meanwhile() -> None:
+    attempts = Attempts(hosts=HOSTS, restarts=1)
+    ending = Ending(what="rank 3", code=-signal.SIGKILL, step=9, leaving=frozenset(["host2"]))
+    line = go_on(attempts, ending)
+    assert "rank 3 failed first after step 9, with signal SIGKILL (restart 1 of 1); host2 leaves, as asked" in line
+    assert attempts.present == ("host0", "host1", "host3")
+
+
 def test_the_code_of_leaving_without_anybody_who_leaves_is_a_failure() -> None:
     with pytest.raises(LaunchError, match="used up"):
         Attempts(hosts=HOSTS, restarts=0).take_in(failed(code=75))

@@ -52,6 +52,7 @@ def end_at_once() -> None:
     if ended:
         sys.stdout.flush()
         sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)  # what libraries of C have written
         os._exit(ended[0])
 
 

@@ -84,8 +84,8 @@ class Attempts:
         Raises:
             LaunchError: There is no further attempt: restarts are used up, or it is the program's own failure.
         """
+        self._left |= ending.leaving
         if ending.planned:
-            self._left |= ending.leaving
             self._last = None
             return
         self._count_alike(ending)
@@ -133,13 +133,13 @@ class Attempts:
 
     def _describe_end(self, ending: Ending) -> str:
         at = "" if ending.step is None else f" after step {ending.step}"
+        leaving = ", ".join(host for host in self.hosts if host in ending.leaving)
         if ending.planned:
-            leaving = ", ".join(host for host in self.hosts if host in ending.leaving)
             return f"attempt {self.number}: {leaving} leaves{at}, as asked"
         why = _shortened(ending.last_line) if ending.code > 0 else ""  # one that was killed has not said it
         return (
             f"attempt {self.number}: {ending.what} failed first{at}, with {ending.how}{why} "
-            f"(restart {self.used} of {self.restarts})"
+            f"(restart {self.used} of {self.restarts}){f'; {leaving} leaves, as asked' if leaving else ''}"
         )
 
     def _describe_hosts(self, before: Sequence[str]) -> str:

@@ -43,7 +43,9 @@ def python_program(command: Sequence[str]) -> tuple[str, list[str]] | None:
         rest = rest[1:]
     if len(rest) >= 2 and rest[0] == "-m":
         return "module", rest[1:]
-    return None if not rest or rest[0].startswith("-") else ("script", rest)
+    # a folder, an archive or a file of bytecode is left to Python itself
+    is_script = bool(rest) and (rest[0].endswith(".py") or Path(rest[0]).absolute() == here / "poseidon")
+    return ("script", rest) if is_script and not rest[0].startswith("-") else None
 
 
 class ForkServer:
@@ -105,6 +107,9 @@ class ForkServer:
             answer = self._ours.recv(_MESSAGE_BYTES)
         except OSError as error:
             raise LaunchError(f"cannot start a rank in the process that has torch imported: {error}") from error
+        except BaseException:
+            self._ours.close()  # the answer may still come, and would be taken for the one to the next request
+            raise
         if not answer:
             raise LaunchError(f"the process that has torch imported has ended; its last lines: {self._last_words()}")
         found: dict[str, Any] = json.loads(answer)
@@ -136,9 +141,9 @@ class ForkedProcess:
         if self.returncode is None:
             if not select.select([self._pidfd], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            os.close(self._pidfd)
             try:
                 self.returncode = self._server.reap(self.pid)
             except LaunchError:
                 self.returncode = -signal.SIGKILL  # as all that the server has forked, when it ended
+            os.close(self._pidfd)
         return self.returncode
