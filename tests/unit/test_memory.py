@@ -1,11 +1,13 @@
 """The folder in memory: whose it is, when it is stale, what it remembers."""
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+from poseidon.comm.group import Group
 from poseidon.errors import CheckpointError
 from poseidon.runtime import memory
 from poseidon.runtime.memory import MemoryFolder
@@ -124,3 +126,32 @@ def test_a_job_that_ended_well_leaves_nothing(monkeypatch: pytest.MonkeyPatch, t
     memory.remove_opened()
     assert not folder.path.exists()
     assert named.is_dir()  # whoever named it removes it
+
+
+def test_a_start_that_torchrun_has_not_counted_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_agreed", {})
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("GROUP_RANK", "1")
+    memory.agree_on_attempt(Group([]))
+    memory.agree_on_attempt(Group([]))
+    assert memory.attempt() == 0  # the same process is no further start
+    (note,) = memory.folder_of_host().glob("started*")
+    note.write_text(json.dumps([1, 0]))
+    monkeypatch.setenv("GROUP_RANK", "0")  # hosts are numbered anew
+    memory.agree_on_attempt(Group([]))
+    assert memory.attempt() == 1
+    monkeypatch.setattr(memory, "_agreed", {})
+    note.rename(note.with_name("started0-1-1"))  # of an agent of an earlier job of this name
+    (memory.folder_of_host() / note.name).unlink()
+    memory.agree_on_attempt(Group([]))
+    assert memory.attempt() == 0
+
+
+def test_the_attempt_is_that_of_the_rank_that_counts_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_agreed", {})
+    group = Group([])
+    monkeypatch.setattr(group, "all_gather_text", lambda text, what: [text, "2"])
+    memory.agree_on_attempt(group)
+    assert memory.attempt() == 2

@@ -41,6 +41,7 @@ from poseidon.runtime.baseline import Baseline, measure_baseline
 from poseidon.runtime.clocks import Clocks, measure_offsets
 from poseidon.runtime.keeping import Keeping
 from poseidon.runtime.ledger import Watcher
+from poseidon.runtime.memory import agree_on_attempt
 from poseidon.runtime.options import Shares
 from poseidon.runtime.run_folder import RunFolder, check_unused
 from poseidon.runtime.seeding import seed as seed_rank
@@ -137,7 +138,7 @@ def train(
         raise typer.BadParameter("events need a folder: add --out", param_hint="--tensorboard")
     if command.task is None:
         raise typer.BadParameter("say what to train, or --resume a run", param_hint="TASK")
-    keeping = command.keeping()
+    command.keeping()  # refuses an interval that cannot be read, before anything is started
     launcher = spec is not None and not is_worker()
     if launcher:
         prepare()
@@ -160,7 +161,8 @@ def train(
         "command": command.to_facts(),
     }
     with joined() as group:
-        work(chosen, schedule, options, group, command, keeping)
+        agree_on_attempt(group)
+        work(chosen, schedule, options, group, command, command.keeping())
 
 
 def work(

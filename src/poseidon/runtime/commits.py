@@ -156,6 +156,7 @@ class Commits:
 
     def _open(self) -> None:
         self._number = next(_numbers)
+        memory.agree_on_attempt(self._run.group)
         memory.remove_stale()
         problem = ""
         try:

@@ -6,6 +6,7 @@ left is removed by the next that starts. What is found here is trusted only wher
 """
 
 import fcntl
+import json
 import logging
 import mmap
 import os
@@ -18,10 +19,15 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+import psutil
 
 from poseidon.errors import CheckpointError
 from poseidon.runtime.checkpoint import Shelf
+
+if TYPE_CHECKING:
+    from poseidon.comm.group import Group
 
 TMPFS = Path("/dev/shm")
 STALE_SECONDS = 1800.0
@@ -36,12 +42,26 @@ _NOTE = struct.Struct("=q")
 _opened: set[Path] = set()
 """Folders that this process has opened, and that nobody else removes."""
 
+_agreed: dict[int, int] = {}
+"""By the count that whoever starts this rank has given it, the one that all ranks have agreed on."""
+
 log = logging.getLogger(__name__)
 
 
 def attempt() -> int:
-    """Which start of the job this is, counted from zero."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """Which start of the job this is, counted from zero; the same on all ranks once they have agreed on it."""
+    given = _given_attempt()
+    return _agreed.get(given, given)
+
+
+def agree_on_attempt(group: "Group") -> None:
+    """Has `attempt` say the same on all ranks; on all of them together.
+
+    Torchrun's agents count by themselves: one that has come later begins at zero, and when hosts come or go all of them
+    start their ranks again without counting it.
+    """
+    mine = max(attempt(), _num_earlier_starts())
+    _agreed[_given_attempt()] = max(map(int, group.all_gather_text(str(mine), "agreeing on the attempt")))
 
 
 def can_restart() -> bool:
@@ -181,6 +201,42 @@ def check_private(path: Path) -> None:
 def _is_private(path: Path) -> bool:
     found = path.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _given_attempt() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _num_earlier_starts() -> int:
+    """How often torchrun's agent on this host has started this rank before; noted for the next time."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or "POSEIDON_MEMORY" in os.environ or not can_restart():
+        return 0
+    process = psutil.Process()
+    agent = process.parent()
+    if agent is None:
+        return 0
+    name = f"started{os.environ.get('LOCAL_RANK', '0')}-{agent.pid}-{int(agent.create_time() * 1000)}"
+    folders = [folder for folder in folders_of_job() if folder.is_dir() and _is_private(folder)]
+    last, count = max((_read_start(folder / name) for folder in folders), key=lambda note: note[1], default=(0, -1))
+    if last != process.pid:
+        count += 1
+    own = folder_of_host()
+    with suppress(OSError):  # commits cannot be kept then, which is said when one is to be
+        own.mkdir(mode=0o700, exist_ok=True)
+        if _is_private(own):
+            (own / ALIVE).touch()
+            (own / name).write_text(json.dumps([process.pid, count]), "ascii")
+            _opened.add(own)
+    return count
+
+
+def _read_start(path: Path) -> tuple[int, int]:
+    """Which process was started last, and how many before it."""
+    try:
+        pid, count = json.loads(path.read_text("ascii"))
+        return int(pid), int(count)
+    except (OSError, ValueError, TypeError):
+        return 0, -1
 
 
 def _base() -> Path:
