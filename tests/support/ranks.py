@@ -140,7 +140,7 @@ class _Rank:
     def _stack(self) -> str:
         if not self.stack_file.exists():
             return "(not yet started)"
-        os.kill(self.process.pid, signal.SIGUSR1)
+        os.kill(self.process.pid, signal.SIGUSR2)
         deadline = time.monotonic() + 1.0
         while not self.stack_file.stat().st_size and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -214,7 +214,7 @@ def _run_rank(
     """What runs in the rank's own process."""
     unready = stack_file.with_suffix(".unready")
     with unready.open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks)
+        faulthandler.register(signal.SIGUSR2, file=stacks)
         unready.rename(stack_file)
         os.environ.update(environment)
         torch.set_num_threads(1)
@@ -224,7 +224,7 @@ def _run_rank(
             answer = _pickle_error(error)
         writer.send_bytes(answer)
         writer.close()
-        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.unregister(signal.SIGUSR2)
 
 
 def _answer(rank: int, world_size: int, timeout: float, init: bool, payload: bytes) -> bytes:
