@@ -53,11 +53,6 @@ def rank_part(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def parts_of(world_size: int) -> list[str]:
-    """The names of all parts of the state of so many ranks."""
-    return [*COMMON, *(name(rank) for name in (shard_part, rank_part) for rank in range(world_size))]
-
-
 def capture(run: Steps, *, common: bool = True, copies: HostCopies | None = None) -> State:
     """Takes the state of a run; on all ranks together, between `optimizer.step()` and the next forward pass.
 
